@@ -556,8 +556,9 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
     """
     host_folder = config.shared_kv_folder and f"{config.shared_kv_folder}/tier"
     places = [("host", "host_kv_bytes", config.host_kv_bytes, host_folder)]
-    if config.disk_kv_bytes_per_s < 0:
-        raise ConfigError(f"is {config.disk_kv_bytes_per_s}; must be at least 0", field="disk_kv_bytes_per_s")
+    for setting in ("host_kv_bytes", "disk_kv_bytes", "disk_kv_bytes_per_s"):
+        if (number := getattr(config, setting)) < 0:
+            raise ConfigError(f"is {number}; must be at least 0", field=setting)
     if config.disk_kv_folder:
         places.append(("disk", "disk_kv_bytes", config.disk_kv_bytes, config.disk_kv_folder))
     places = [place for place in places if place[2]]
@@ -585,7 +586,9 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
     tiers = [TierFolder(name, Path(path), kind, size, num_bytes, **more[name]) for name, _, num_bytes, path in places]
     num_ahead = config.kv_transfer_bytes // size
     host = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    name = hashlib.blake2b(repr((host, places, kind)).encode(), digest_size=12).hexdigest()
+    # Containers on one host may have different folders at the same path.
+    folders = [(status.st_dev, status.st_ino) for status in (Path(place[-1]).stat() for place in places)]
+    name = hashlib.blake2b(repr((host, folders, kind)).encode(), digest_size=12).hexdigest()
     kv.use_tiers(lambda pool: KvTiers(tiers, name, pool, seal, num_ahead))
 
 
@@ -606,7 +609,11 @@ def _open_transfers(
 
     kind = kind_digest(block_kind(config, folder, model))
     if config.role == "decode":
-        kv.fetcher = BlockFetcher(kind, kv.num_bytes // kv.num_blocks, config.kv_transfer_bytes, kv.store)
+        size = kv.num_bytes // kv.num_blocks
+        if config.kv_transfer_bytes < size:
+            reason = f"is {config.kv_transfer_bytes}; must be at least {size}, the size of one KV block"
+            raise ConfigError(reason, field="kv_transfer_bytes")
+        kv.fetcher = BlockFetcher(kind, size, config.kv_transfer_bytes, kv.store)
         return
     host, port = config.kv_transfer_host, config.kv_transfer_port
     try:

@@ -1,5 +1,7 @@
 """The linear layer in plain PyTorch."""
 
+import os
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -7,6 +9,9 @@ from torch.nn import functional
 from kernels.activation import Activation, activate
 
 ROW_TILE = 8
+# MKL, PyTorch's BLAS on x86, reads this before its first product. By default, the bits of a row's result depend on the
+# row's position and on the number of threads on processors without AVX-512.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -13,6 +13,7 @@ import gpu_worker
 import kernels
 from gpu_worker.models.loader import LoadedModel
 from kernels.cpu import load_library
+from kernels.linear import ROW_TILE
 from midstream.config import WorkerConfig
 from midstream.model.folder import ModelFolder
 
@@ -28,7 +29,9 @@ def block_kind(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) ->
     seen = (model.description.windows, model.description.num_sink_tokens)
     numbers = (folder.fingerprint, config.tokens_per_block, model.dtype, model.kv_dtype, seen)
     settings = (config.weights, config.activations, config.kernels, config.implementation)
-    return repr((numbers, settings, type(model.decoder).__name__, _code(), _processor(model.device)))
+    has_product = model.device.type == "cpu" and not model.takes_host_inputs
+    product = _product() if has_product else ""
+    return repr((numbers, settings, type(model.decoder).__name__, _code(), _processor(model.device), product))
 
 
 @functools.cache
@@ -48,3 +51,14 @@ def _processor(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     library = load_library()
     return f"{'reference' if library is None else library.isa} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _product() -> str:
+    """Return a digest of a product of matrices. PyTorch's BLAS chooses its code by the processor, not only by its
+    instruction set, and by environment variables.
+    """
+    left, right = (
+        (torch.arange(rows * 512) * factor % 4093).float().view(rows, 512) / 4093 - 0.5
+        for rows, factor in ((ROW_TILE, 3571), (96, 2311))
+    )
+    return hashlib.sha256(kernels.linear(left, right).numpy().tobytes()).hexdigest()[:16]

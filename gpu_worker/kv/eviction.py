@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 # As in the pool, blocks that no request asked to keep have this priority.
-DEFAULT_PRIORITY = 35
+DEFAULT_PRIORITY, MAX_PRIORITY = 35, 100
 _FOREVER_NS = 1 << 63
 
 

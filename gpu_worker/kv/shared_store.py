@@ -110,7 +110,9 @@ class KvStore:
         except OSError as error:
             raise ConfigError(f"{folder} cannot be used: {error}", field="shared_kv_folder") from None
         if not is_ours:
-            raise ConfigError(f"{folder} must be owned by this user with mode 700", field="shared_kv_folder")
+            raise ConfigError(
+                f"{folder} must be a folder, not a link, owned by this user with mode 700", field="shared_kv_folder"
+            )
         self.name = f"{boot_id}:{status.st_dev}:{status.st_ino}:{self._kind}"
         self._own: Path | None = None
         self._file_number = -1

@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_worker.kv.block_format import HEAD_BYTES, HEADER_BYTES, Bytes, block_header, checksum, kind_digest
-from gpu_worker.kv.eviction import DEFAULT_RETENTION, EvictionOrder, Retention
+from gpu_worker.kv.eviction import DEFAULT_RETENTION, MAX_PRIORITY, EvictionOrder, Retention
 from midstream.errors import ConfigError
 from midstream.security.private_folder import is_private
 
@@ -51,7 +51,8 @@ logger = logging.getLogger(__name__)
 
 # Interval between scans for other workers' files; also how long a tier is paused after a write error.
 _SCAN_S, _PAUSE_S = 5.0, 10.0
-# How long a step waits for one block. A disk that does not answer, as on a network, must not stop its worker.
+# How long a step waits for its blocks. A disk that answers slowly or not at all, as on a network, must not stop its
+# worker.
 _HUNG_S = 2.0
 # How long to wait for the threads when closing.
 _CLOSE_S = 5.0
@@ -118,12 +119,13 @@ class TierFolder:
         self._is_private = False
         self._paused_until = self._may_write_at = 0.0
         self._write_s = (block_bytes + HEAD_BYTES) / max_bytes_per_s if max_bytes_per_s else 0.0
+        field = "shared_kv_folder" if name == "host" else "disk_kv_folder"
         try:
             self.scan()
         except OSError as error:
-            raise ConfigError(f"{folder} cannot be used: {error}", field=f"{name}_kv_folder") from None
+            raise ConfigError(f"{folder} cannot be used: {error}", field=field) from None
         if not self._is_private:
-            raise ConfigError(f"{folder} must be owned by this user with mode 700", field=f"{name}_kv_folder")
+            raise ConfigError(f"{folder} must be a folder, not a link, owned by this user with mode 700", field=field)
 
     def __contains__(self, value: int) -> bool:
         with self._lock:
@@ -146,7 +148,7 @@ class TierFolder:
 
     def scan(self) -> None:
         """Read the folder, including files of other workers, in the order of their last use; create it if it has been
-        removed. While others can access the folder, the tier is empty.
+        removed. Evict blocks above the limit. While others can access the folder, the tier is empty.
         """
         with self._lock:
             self._forgotten.clear()
@@ -161,6 +163,8 @@ class TierFolder:
             before, self._index = self._index, order
             self._news |= dict.fromkeys(set(before) - set(order), False)
             self._news |= dict.fromkeys(set(order) - set(before), True)
+        # Other workers may have stored as many blocks at the same time, and the limit may have been higher before.
+        self._make_room(self._max_blocks, MAX_PRIORITY)
 
     def _read_folder(self) -> EvictionOrder:
         found: list[tuple[int, int]] = []
@@ -307,13 +311,33 @@ class TierFolder:
         self.touch(value)
         return contents
 
-    def touch(self, value: int) -> None:
-        """Mark a block as recently used."""
+    def touch(self, value: int) -> bool:
+        """Mark a block as recently used; return False if its file is gone."""
         with self._lock:
             self._index.use(value)
         now_ns = time.time_ns()  # more precise than the kernel's timestamp of a new file
-        with contextlib.suppress(OSError):
+        try:
             os.utime(self._path(value), ns=(now_ns, now_ns))
+        except FileNotFoundError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    def confirm(self, value: int) -> bool:
+        """Return whether a block is stored; if so, mark it as recently used and report it again.
+
+        It was computed although it is stored, perhaps because the scheduler forgot it: a step did not get it in time.
+        """
+        if value not in self:
+            return False
+        if not self.touch(value):
+            self._forget(value)
+            return False
+        with self._lock:
+            if value in self._index:
+                self._news[value] = True
+        return True
 
     def _make_room(self, max_blocks: int, priority: int) -> bool:
         """Evict blocks until this number is left; return False if the rest has a higher priority."""
@@ -468,18 +492,21 @@ class KvTiers:
         return np.array(missing, dtype=np.int32)
 
     def _read(self, values: list[int]) -> Iterator[Bytes | None]:
-        """Yield blocks in order, read by a thread; None for those that are missing, and once a read hangs."""
+        """Yield blocks in order, read by a thread; None for those that are missing, and once this takes too long."""
         answers: SimpleQueue[Bytes | None] = SimpleQueue()
         is_waiting = self._reading is None or self._reading is not self._abandoned
         if is_waiting and values:
             self._to_read.put((values, answers))
+        give_up_at = time.monotonic() + _HUNG_S
         for number in range(len(values)):
             contents = None
             if is_waiting:
                 try:
-                    contents = answers.get(timeout=_HUNG_S)
+                    contents = answers.get(timeout=max(0.0, give_up_at - time.monotonic()))
                 except Empty:
-                    logger.warning("the KV tiers do not answer; %d blocks will be computed", len(values) - number)
+                    logger.warning(
+                        "the KV tiers do not answer in time; %d blocks will be computed", len(values) - number
+                    )
                     self._abandoned, is_waiting = answers, False
             yield contents
 
@@ -585,9 +612,9 @@ class KvTiers:
     def _store(self, block: int, value: int, *, is_delayed: bool = False) -> None:
         lacking = []
         for tier in self._tiers:
-            if value in tier:
-                tier.touch(value)
-            elif tier.delay_s or (tier.is_limited and self._delayed and not is_delayed):
+            if tier.confirm(value):
+                continue
+            if tier.delay_s or (tier.is_limited and self._delayed and not is_delayed):
                 self._delayed.append((block, value))  # after the blocks that have waited longer
             else:
                 lacking.append(tier)

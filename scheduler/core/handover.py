@@ -63,6 +63,14 @@ class Transfer:
         return ((self.num_known if is_shared else self.sequence.num_tokens) - 1) // self.source.tokens_per_block
 
     @property
+    def is_held(self) -> bool:
+        """Whether the target still has all blocks that it was asked for, except those that it has yet to report: it
+        drops fetched blocks if it may not hold more, and evicts those in its pool.
+        """
+        hashes = self.sequence.block_hashes(self.source.tokens_per_block)[: self.num_asked]
+        return all(value in self.missing or self.target.has_block(value) for value in hashes)
+
+    @property
     def num_context_tokens(self) -> int:
         """Number of known tokens, at its start on the source, that fill blocks."""
         size = self.source.tokens_per_block
@@ -134,13 +142,12 @@ class Handovers:
         group.fetched.update(event.fetched_hashes)
         group.fetched.difference_update(event.missing_hashes)
         for request, transfer in list(self._transfers.items()):
-            if transfer.target is not group or not transfer.missing:
+            if transfer.target is not group:
                 continue
-            if not transfer.missing.isdisjoint(event.missing_hashes):
-                request.keep_here()
-                self._totals.num_failed_handovers += 1
-                del self._transfers[request]
+            is_failed = not transfer.missing.isdisjoint(event.missing_hashes)
             transfer.missing.difference_update(event.fetched_hashes)
+            if is_failed or (event.missing_hashes and not transfer.is_held):
+                self._give_up(request)
 
     def advance(self) -> None:
         """Request the blocks that have been computed, and hand over requests whose blocks have all been fetched."""
@@ -151,9 +158,19 @@ class Handovers:
             self._fetch(transfer)
             if not self._is_complete(request, transfer) or not self._is_useful(transfer):
                 continue
-            if self._placement.has_room(request, transfer.target):
+            if not self._placement.has_room(request, transfer.target):
+                continue
+            if transfer.is_held:
                 del self._transfers[request]
                 self._hand_over(request, transfer)
+            else:
+                self._give_up(request)
+
+    def _give_up(self, request: Request) -> None:
+        """Leave a request on its group for good, since the target lacks some of its blocks."""
+        request.keep_here()
+        self._totals.num_failed_handovers += 1
+        del self._transfers[request]
 
     def _begin(self, source: WorkerGroup, request: Request) -> Transfer | None:
         if not request.may_hand_over or request.waiting_sequences or not source.tables.reuses(request):
@@ -198,7 +215,7 @@ class Handovers:
             return
         hashes = extend_hashes(transfer.sequence, end, source.tokens_per_block)[transfer.num_asked : end]
         transfer.num_asked = end
-        asked = [value for value in hashes if not (target.prefix_cache.find([value]) or target.has_below_pool(value))]
+        asked = [value for value in hashes if not target.has_block(value)]
         if asked:
             transfer.missing.update(asked)
             self._effects.append(_fetch_blocks(source, target, asked))

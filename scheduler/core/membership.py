@@ -95,7 +95,8 @@ class Membership:
         group = WorkerGroup(event, epoch, self._config, self._clock, self._clients, standing, stored)
         self.groups[epoch] = group
         self._effects.append(GroupJoined(event.connection, event.group_id, epoch))
-        self._note_kv_changes(group, [CacheCleared()])
+        kept = group.prefix_cache.contents(group.tokens_per_block)
+        self._note_kv_changes(group, [CacheCleared(), *([kept] if kept.block_hashes else [])])
         self._timers.at(self._clock.now_ns + self._config.worker_timeout_ns, partial(self._check_alive, epoch))
         group.standing.last_seen_ns = self._clock.now_ns
         if group.is_held_off:

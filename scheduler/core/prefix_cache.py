@@ -24,7 +24,9 @@ from scheduler.core.request_spec import RequestSpec
 
 @dataclass(slots=True)  # not frozen: one is made for each block that becomes full, and frozen ones take twice the time
 class BlocksStored:
-    """Consecutive blocks of one hash chain became findable. `token_ids` are the tokens of all these blocks in order."""
+    """Consecutive blocks of one hash chain became findable. `token_ids` are the tokens of all these blocks in order; if
+    there are none, the blocks are of any chains, whose tokens and adapters are unknown.
+    """
 
     parent_hash: int
     block_hashes: tuple[int, ...]
@@ -161,9 +163,10 @@ class PrefixCache:
         """Return the hash of a findable block; None for other blocks."""
         return self._hash_of.get(block)
 
-    def stored_hashes(self) -> list[int]:
-        """Return the hashes of all blocks that are findable and computed."""
-        return [value for block, value in self._hash_of.items() if block not in self._pending]
+    def contents(self, tokens_per_block: int) -> BlocksStored:
+        """Return all blocks that are findable and computed."""
+        hashes = tuple([value for block, value in self._hash_of.items() if block not in self._pending])
+        return BlocksStored(0, hashes, array("I"), "", tokens_per_block)
 
     def note_stored(self, sequence: Sequence, first_block: int, num_blocks: int, tokens_per_block: int) -> None:
         """Report consecutive stored blocks of the sequence to the worker and to subscribers of KV events."""

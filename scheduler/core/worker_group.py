@@ -258,6 +258,10 @@ class WorkerGroup:
         """Return whether the worker is believed to hold the block with this hash outside its pool."""
         return value in self.fetched or value in self.stored
 
+    def has_block(self, value: int) -> bool:
+        """Return whether the block with this hash is in the pool, or believed to be outside it."""
+        return bool(self.prefix_cache.find([value])) or self.has_below_pool(value)
+
     def num_fetchable_tokens(self, request: Request) -> int:
         """Return how many known tokens of a queued request can be fetched from tiers, after those in the pool."""
         return len(self._fetchable_hashes(request)) * self.tokens_per_block

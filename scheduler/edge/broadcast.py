@@ -11,10 +11,11 @@ ItemT = TypeVar("ItemT")
 
 
 class Broadcast(Generic[ItemT]):
-    """A bounded log of items, numbered from 1."""
+    """A bounded log of items with consecutive numbers."""
 
-    def __init__(self, max_kept: int) -> None:
-        self.last_number = 0
+    def __init__(self, max_kept: int, last_number: int = 0) -> None:
+        """Start without items; the number of the first one follows `last_number`."""
+        self.last_number = last_number
         self._items: deque[ItemT] = deque(maxlen=max_kept)
         self._changed: set[asyncio.Event] = set()
 

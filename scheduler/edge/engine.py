@@ -52,6 +52,8 @@ Observer = Callable[[Event, list[Effect]], None]
 
 _MAX_ITERATIONS = 1_000
 _MAX_KV_EVENTS = 10_000
+# Space for the events of one epoch between the numbers of epochs, which are at least the milliseconds since 1970.
+_KV_EVENT_BITS = 20
 
 
 class Engine:
@@ -89,7 +91,10 @@ class Engine:
         self._iterations: Broadcast[IterationStats] = Broadcast(_MAX_ITERATIONS)
         self._num_watchers = 0
         core.report_iterations(enabled=False)
-        self.kv_events: Broadcast[tuple[str, KvChange]] = Broadcast(_MAX_KV_EVENTS)
+        # The numbers exceed those of earlier schedulers, so that a reader who continues from one of these is told that
+        # it has missed events.
+        first_number = core.config.scheduler_epoch << _KV_EVENT_BITS
+        self.kv_events: Broadcast[tuple[str, KvChange]] = Broadcast(_MAX_KV_EVENTS, first_number)
         self._journal = journal
         journal.after_commits = self.hub.flush
         self._dispatcher = dispatcher

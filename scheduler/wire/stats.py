@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
@@ -146,6 +145,6 @@ def kv_snapshot_proto(sequence_number: int, groups: Iterable[WorkerGroup]) -> st
     batch = stats_pb2.KvEventBatch(is_snapshot=True)
     batch.events.append(kv_event_proto(sequence_number, "", CacheCleared()))
     for group in groups:
-        stored = BlocksStored(0, tuple(group.prefix_cache.stored_hashes()), array("I"), "", group.tokens_per_block)
+        stored = group.prefix_cache.contents(group.tokens_per_block)
         batch.events.append(kv_event_proto(sequence_number, group.group_id, stored))
     return batch

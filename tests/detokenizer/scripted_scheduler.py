@@ -68,6 +68,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         self.status_requests: list[status_pb2.GetCellStatusRequest] = []
         self.routers: dict[str, status_pb2.RouterStatus] = {}
         self.loras: list[loads_pb2.LoraInfo] = []
+        self.kv_events: list[stats_pb2.KvEvent] = []
         self.keeps_watchers = False
         self.changed = asyncio.Event()
         self.server: Server | None = None
@@ -228,7 +229,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
             await asyncio.Event().wait()
 
     async def SubscribeKvEvents(self, request: Any, context: Any) -> Any:  # noqa: N802
-        yield stats_pb2.KvEventBatch()
+        yield stats_pb2.KvEventBatch(events=self.kv_events)
         await asyncio.Event().wait()
 
     async def OpenTokenFeed(self, request: Any, context: Any) -> frames_pb2.FramesOffer:  # noqa: N802

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -195,6 +196,41 @@ def test_a_smaller_tier_retains_fewer_blocks_after_a_restart(tmp_path: Path) -> 
     assert values_in(after, range(1, 7)) == [3, 4, 5, 6]
 
 
+def test_blocks_above_the_limit_are_evicted_even_if_none_is_stored_afterwards(tmp_path: Path) -> None:
+    one, other = tier(tmp_path / "tier", num_blocks=3), tier(tmp_path / "tier", num_blocks=3)
+    for value in (1, 2, 3):
+        assert one.put(value, block(value))
+        assert other.put(10 * value, block(10 * value))
+    one.scan()
+    assert len(files(tmp_path)) == 3
+    tier(tmp_path / "tier", num_blocks=2)  # a worker with a lower limit
+    assert len(files(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("field", ["disk_kv_bytes", "host_kv_bytes", "disk_kv_bytes_per_s"])
+def test_negative_sizes_of_tiers_are_rejected(tiny_folder: Path, tmp_path: Path, field: str) -> None:
+    places = {"shared_kv_folder": str(tmp_path / "shared"), "disk_kv_folder": str(tmp_path / "disk")}
+    with pytest.raises(ConfigError, match="at least 0") as raised:
+        make_runner(tiny_folder, **{**places, field: -1})
+    assert raised.value.field == field
+
+
+@pytest.mark.parametrize(("name", "field"), [("disk", "disk_kv_folder"), ("host", "shared_kv_folder")])
+def test_a_folder_that_is_a_link_is_refused(tmp_path: Path, name: str, field: str) -> None:
+    (tmp_path / "disk").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    with pytest.raises(ConfigError, match="not a link") as raised:
+        tier(tmp_path / "link", name=name)
+    assert raised.value.field == field
+
+
+def test_a_decode_worker_must_be_able_to_hold_a_block(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", "Llama")
+    with pytest.raises(ConfigError, match="one KV block") as raised:
+        make_runner(tmp_path / "model", role="decode", kv_transfer_bytes=1000)
+    assert raised.value.field == "kv_transfer_bytes"
+
+
 def test_retention_ends_with_its_duration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tier(tmp_path / "tier", num_blocks=2)
     now_ns = time.time_ns()
@@ -316,6 +352,48 @@ def test_a_disk_that_does_not_answer_delays_one_step(tmp_path: Path, monkeypatch
     assert missing(104, 999, 101) == [1]
     assert np.array_equal(after.keys[:, (0, 2)], memory.keys[:, (4, 1)])
     tiers.close()
+
+
+def test_a_slow_disk_delays_a_step_no_more_than_one_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_all(tmp_path / "tier", pool())
+    folder = tier(tmp_path / "tier")
+    tiers, get = KvTiers([folder], "store", empty_pool()), folder.get
+    monkeypatch.setattr("gpu_worker.kv.tiers._HUNG_S", 0.05)
+
+    def read_slowly(value: int) -> np.ndarray | None:
+        time.sleep(0.04)
+        return get(value)
+
+    monkeypatch.setattr(folder, "get", read_slowly)
+    missing = tiers.fetch(np.arange(101, 106, dtype=np.uint64), np.arange(5, dtype=np.int32))
+    assert missing.tolist()[-3:] == [2, 3, 4]
+    tiers.close()
+
+
+def test_a_computed_block_that_is_stored_is_reported_again(tmp_path: Path) -> None:
+    """The scheduler forgets a block that a step did not get in time, although it is still stored."""
+    memory = pool()
+    store_all(tmp_path / "tier", memory)
+    tiers = KvTiers([tier(tmp_path / "tier")], "store", memory)
+    assert len(tiers.hashes()) == NUM_BLOCKS
+    tiers.offer([(5, 105)])
+    assert tiers.wait_until_stored(30)
+    assert tiers.changes() == StoreChanges((105,), ())
+    tiers.close()
+
+
+def test_a_computed_block_that_another_worker_has_evicted_is_stored_again(tmp_path: Path) -> None:
+    memory = pool()
+    store_all(tmp_path / "tier", memory)
+    folder, other = tier(tmp_path / "tier"), tier(tmp_path / "tier")
+    tiers = KvTiers([folder], "store", memory)
+    other._make_room(0, 100)
+    tiers.offer([(5, 105)])
+    assert tiers.wait_until_stored(30)
+    tiers.close()
+    assert values_in(tier(tmp_path / "tier"), range(100, 110)) == [105]
 
 
 def test_a_tier_leaves_the_space_that_pools_need(tmp_path: Path) -> None:
@@ -493,8 +571,8 @@ def test_blocks_of_another_instruction_set_or_other_code_are_not_used(
     make_tiny_model(tmp_path / "model", "Llama")
     kinds = set[str]()
 
-    def note() -> None:
-        runner = make_runner(tmp_path / "model", disk_kv_folder=str(tmp_path / "kv"))
+    def note(**settings: Any) -> None:
+        runner = make_runner(tmp_path / "model", disk_kv_folder=str(tmp_path / "kv"), **settings)
         kinds.update(path.name for path in (tmp_path / "kv").iterdir())
         runner.close()
 
@@ -508,3 +586,28 @@ def test_blocks_of_another_instruction_set_or_other_code_are_not_used(
     monkeypatch.setattr(block_kind, "_code", lambda: "other code")
     note()
     assert len(kinds) == 3
+    note(kernels="torch")
+    note(kernels="torch")
+    assert len(kinds) == 4
+    monkeypatch.setattr(block_kind, "_product", lambda: "of another BLAS")
+    note()
+    assert len(kinds) == 4, "the CPU kernels do not use BLAS"
+    note(kernels="torch")
+    assert len(kinds) == 5
+
+
+def test_workers_share_tiers_if_they_use_the_same_folder(tmp_path: Path) -> None:
+    """Containers on one host may have different folders at the same path, and one folder at different paths."""
+    make_tiny_model(tmp_path / "model", "Llama")
+
+    def name_of(folder: str) -> str:
+        runner = make_runner(tmp_path / "model", disk_kv_folder=str(tmp_path / folder))
+        runner.close()
+        assert runner.kv.tiers is not None
+        return runner.kv.tiers.name
+
+    first = name_of("kv")
+    assert name_of("model/../kv") == first
+    (tmp_path / "kv").rename(tmp_path / "moved")
+    assert name_of("kv") != first
+    assert name_of("moved") == first

@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.nn import functional
@@ -113,3 +117,19 @@ def test_attention_does_not_depend_on_batch_or_chunks(window: int | None, dtype:
             )
             assert torch.equal(part, together[first + begin : first + end])
             begin = end
+
+
+_COMPARE_ROWS = """
+import torch, kernels
+torch.manual_seed(1)
+x, weight = torch.randn(40, 576), torch.randn(96, 576)
+whole = kernels.linear(x, weight)
+assert all(torch.equal(kernels.linear(x[20 - n : 20], weight), whole[20 - n : 20]) for n in range(1, 20))
+"""
+
+
+def test_linear_rows_do_not_depend_on_the_batch_without_avx_512() -> None:
+    """PyTorch's BLAS then uses other code."""
+    subprocess.run(
+        [sys.executable, "-c", _COMPARE_ROWS], env={**os.environ, "MKL_ENABLE_INSTRUCTIONS": "AVX2"}, check=True
+    )

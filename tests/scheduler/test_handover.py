@@ -162,6 +162,25 @@ def test_blocks_that_cannot_be_fetched_keep_a_request_where_it_is() -> None:
     harness.check_is_empty()
 
 
+def test_a_request_stays_if_the_decode_worker_drops_its_first_blocks_for_its_last() -> None:
+    """It would have to compute the whole prompt again."""
+    harness, prefill, decode = apart(max_num_tokens=6)
+    harness.submit("a", PROMPT, 8)
+    harness.turn()
+    while not decode.fetches:
+        harness.step("p")
+    first = decode.fetches[0].hashes[0]
+    harness.fetch("d")
+    while not decode.fetches:
+        harness.step("p")
+    second = decode.fetches.popleft().hashes
+    harness.handle(BlocksFetched(harness.now_ns, decode.registration.connection, decode.epoch, second, (first,)))
+    harness.run()
+    assert (decode.model.num_context_tokens, prefill.model.num_context_tokens) == (0, 22)
+    assert (harness.core.totals.num_handovers, harness.core.totals.num_failed_handovers) == (0, 1)
+    harness.check_is_empty()
+
+
 def test_a_fetch_that_never_ends_delays_no_request() -> None:
     harness, _, decode = apart()
     harness.submit("a", PROMPT, 8)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import replace
 
 import pytest
 
-from scheduler.core.effects import GroupRefused
+from scheduler.core.effects import GroupRefused, KvChanged
+from scheduler.core.prefix_cache import BlocksStored, CacheCleared
 from tests.scheduler.harness import Harness
 
 PROMPT = list(range(100, 110))  # 2.5 blocks
@@ -44,6 +46,19 @@ def test_a_worker_recomputes_little_after_a_link_failure() -> None:
     harness.run()
     harness.check_is_empty()
     assert again.model.num_context_tokens < len(PROMPT)
+
+
+def test_kept_blocks_are_reported_as_stored() -> None:
+    harness = Harness()
+    before = harness.add_group(incarnation=5)
+    harness.submit("a", PROMPT, 2)
+    harness.run()
+    stored = harness.core.groups[0].prefix_cache.contents(4).block_hashes
+    first = len(harness.effects)
+    harness.add_group(after=before, incarnation=5)
+    changes = [item for effect in harness.effects[first:] if isinstance(effect, KvChanged) for item in effect.changes]
+    assert changes[-2:] == [CacheCleared(), BlocksStored(0, stored, array("I"), "", 4)]
+    assert len(stored) == 2
 
 
 def test_blocks_that_a_step_in_flight_may_change_are_not_kept() -> None:

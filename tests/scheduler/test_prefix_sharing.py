@@ -148,10 +148,14 @@ def test_a_group_may_have_larger_blocks_than_the_scheduler() -> None:
     assert len(harness.tokens["a", 0]) == 30
 
 
-def test_retention_keeps_a_system_prompt() -> None:
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_retention_keeps_a_system_prompt(num_before: int) -> None:
+    """Where ranges overlap, the last one applies."""
     harness = Harness(pipeline_depth=1)
     harness.add_group(num_blocks=6)
-    keep = (RetentionRange(start=0, end=8, priority=90),)
+    keep = (RetentionRange(start=0, end=None, priority=10),) * num_before + (
+        RetentionRange(start=0, end=8, priority=90),
+    )
     harness.submit("system", [*range(8), 500], 1, retention=keep)
     harness.run()
     for number in range(5):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from operator import itemgetter
 from urllib.parse import quote
 
 from starlette.requests import Request
@@ -101,7 +102,8 @@ class MessagesApi:
     async def _keep(self, native: pb.GenerateRequest, prefixes: Mapping[int, pb.GenerateRequest | None]) -> int:
         """Set the retention of the prefixes, keyed by seconds; return the length of the longest one in tokens."""
         kept = [0]
-        for duration_s, prefix in prefixes.items():
+        # Where ranges overlap, the last one applies: the one with the longest duration.
+        for duration_s, prefix in sorted(prefixes.items(), key=itemgetter(0)):
             size = len(native.token_ids.values)
             if prefix is not None:
                 try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 import grpc
@@ -195,16 +195,22 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
     async def SubscribeKvEvents(
         self, request: oe.SubscribeKvEventsRequest, context: object
     ) -> AsyncIterator[oe.SubscribeKvEventsResponse]:
-        """Stream the KV-cache events of the only cell; worker groups are data-parallel ranks, ordered by name."""
+        """Stream the KV-cache events of the only cell. Worker groups are data-parallel ranks, numbered in the order in
+        which the stream names them; an event for all groups is sent for each of them.
+        """
         if len(self._cells.cells) > 1:
             raise UnsupportedError("each cell numbers its own KV events; subscribe at the schedulers")
         ranks: dict[str, int] = {}
         native = stats_pb2.SubscribeKvEventsRequest(start_sequence_number=request.start_sequence_number)
         async for batch in self._cells.any().watch_stub.SubscribeKvEvents(native):
             for event in batch.events:
-                rank = ranks.setdefault(event.group_id, len(ranks))
-                if not request.data_parallel_ranks or rank in request.data_parallel_ranks:
-                    yield oe.SubscribeKvEventsResponse(batch=_kv_batch(event, rank))
+                if event.group_id:
+                    named: Collection[int] = [ranks.setdefault(event.group_id, len(ranks))]
+                else:
+                    named = ranks.values() or request.data_parallel_ranks or [0]
+                for rank in named:
+                    if not request.data_parallel_ranks or rank in request.data_parallel_ranks:
+                        yield oe.SubscribeKvEventsResponse(batch=_kv_batch(event, rank))
 
     async def _scheduler_check(self, context: object) -> oe.HealthCheck:
         try:

@@ -294,7 +294,9 @@ async def test_an_error_ends_a_stream(cluster: Cluster, client: anthropic.AsyncA
 async def test_cache_breakpoints_set_the_retention(
     cluster: Cluster, client: anthropic.AsyncAnthropic, tokenizer: Tokenizer
 ) -> None:
-    """A breakpoint in the system text keeps the tokens up to it; a breakpoint at the end keeps all tokens."""
+    """A breakpoint in the system text keeps the tokens up to it; a breakpoint at the end keeps all tokens. The shorter
+    duration does not replace the longer one.
+    """
     hour_long = {"type": "ephemeral", "ttl": "1h"}
     system: list[Any] = [{"type": "text", "text": "Know this well.", "cache_control": hour_long}]
     said: list[Any] = [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]
@@ -304,7 +306,7 @@ async def test_cache_breakpoints_set_the_retention(
     )  # fmt: skip
     message, _ = await asyncio.gather(call, answer(cluster, "r", tokenizer.encode("Yes")))
     native = cluster.scheduler.requests["r"].request
-    hour, five = native.kv_retention.token_ranges
+    five, hour = native.kv_retention.token_ranges  # the last one applies where they overlap
     kept = tokenizer.decode(list(native.token_ids.values[: hour.end]), skip_special_tokens=False)
     assert "Know this well." in kept
     assert "Hi" not in kept

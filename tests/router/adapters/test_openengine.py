@@ -13,7 +13,7 @@ import pytest
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from protos import openengine_pb2 as oe
-from protos import openengine_pb2_grpc
+from protos import openengine_pb2_grpc, stats_pb2
 from router.protocols.openengine.request import _guide
 from tests.router.conftest import Cluster, Part
 
@@ -166,6 +166,33 @@ async def test_server_info_health_and_event_sources(control: ControlAsyncStub) -
     assert health.state == oe.HEALTH_STATE_READY
     sources = await control.GetKvEventSources(oe.GetKvEventSourcesRequest(), timeout=30)
     assert [source.transport for source in sources.sources] == ["grpc"]
+
+
+@pytest.mark.parametrize("asked", [[], [1]])
+async def test_kv_events_of_all_groups_are_sent_for_each_rank(
+    cluster: Cluster, control: ControlAsyncStub, asked: list[int]
+) -> None:
+    stored = stats_pb2.KvBlocksStored(block_hashes=[5], tokens_per_block=16)
+    cluster.scheduler.kv_events = [
+        stats_pb2.KvEvent(sequence_number=1, cleared=stats_pb2.KvCacheCleared()),
+        stats_pb2.KvEvent(sequence_number=2, group_id="b", stored=stored),
+        stats_pb2.KvEvent(sequence_number=3, group_id="a", stored=stored),
+        stats_pb2.KvEvent(sequence_number=4, cleared=stats_pb2.KvCacheCleared()),
+    ]
+    expected = [
+        (number, rank)
+        for number, rank in [(1, 1 if asked else 0), (2, 0), (3, 1), (4, 0), (4, 1)]
+        if not asked or rank in asked
+    ]
+    call = control.SubscribeKvEvents(oe.SubscribeKvEventsRequest(data_parallel_ranks=asked), timeout=30)
+    batches: list[oe.KvEventBatch] = []
+    async for response in call:
+        batches.append(response.batch)
+        if len(batches) == len(expected):
+            break
+    assert [(batch.sequence_number, batch.data_parallel_rank) for batch in batches] == expected
+    assert batches[-1].events[0].WhichOneof("event") == "all_blocks_cleared"
+    call.cancel()
 
 
 def test_choices_with_any_letters_are_a_grammar() -> None:
