@@ -449,8 +449,11 @@ class Output:
         admission: Admission,
         arrival: float | None = None,
         span: RequestSpan | None = None,
+        operation: str = "",
     ) -> None:
-        """`release` is called on exit; `admission` is charged for the tokens that are read."""
+        """`release` is called on exit; `admission` is charged for the tokens that are read; `operation` is what was
+        requested, empty if the output of another call is resumed.
+        """
         self.request_id = request_id
         self.is_final = False
         self._generation = generation
@@ -460,9 +463,10 @@ class Output:
         self._arrival = time.monotonic() if arrival is None else arrival
         self._first: float | None = None
         self._last: float | None = None
-        self._num_tokens = 0
+        self._num_tokens = self._num_first = 0
         self._end: Chunk | None = None
         self._span = span
+        self._operation = operation
         self._admission = admission
 
     async def take(self) -> list[Chunk]:
@@ -517,11 +521,26 @@ class Output:
         if error is None and self._end is not None:
             self._metrics.request.observe(duration_s)
             self._metrics.num_succeeded[self._end.finish_reason or ""] += 1
+        if self._metrics.gen_ai is not None and self._operation and reason != "disconnected":
+            self._metrics.gen_ai.record(self._operation, duration_s, first_s, self._per_token_s(), self._failure(error))
+
+    def _per_token_s(self) -> float | None:
+        """Return the time per token after the first output; None if there were no further tokens."""
+        if self._first is None or self._last is None or self._num_tokens <= self._num_first:
+            return None
+        return (self._last - self._first) / (self._num_tokens - self._num_first)
+
+    def _failure(self, error: BaseException | None) -> str:
+        """Return the kind of failure with which the request ended; empty if it succeeded."""
+        if error is not None:
+            return type(error).__name__
+        is_failed = self._end is not None and self._end.finish_reason in (FinishReason.DEADLINE, FinishReason.ERROR)
+        return str(self._end.finish_reason) if self._end is not None and is_failed else ""
 
     def _observe(self, chunk: Chunk, now: float) -> None:
         num_tokens, metrics = len(chunk.token_ids), self._metrics
         if self._last is None:
-            self._first = now
+            self._first, self._num_first = now, num_tokens
             metrics.first_token.observe(now - self._arrival)
             if self._span is not None:
                 self._span.note("first output")
@@ -558,7 +577,13 @@ class FrontDoor:
         self._traces = traces
 
     async def start(
-        self, request: pb.GenerateRequest, timeout_s: float | None, key: str = "", prepare: Prepare | None = None
+        self,
+        request: pb.GenerateRequest,
+        timeout_s: float | None,
+        key: str = "",
+        prepare: Prepare | None = None,
+        *,
+        operation: str = "",
     ) -> Output:
         """Start a request, or attach to the one that was started with the same idempotency key.
 
@@ -567,10 +592,12 @@ class FrontDoor:
             timeout_s: Time left until the call's deadline.
             key: The idempotency key from which the request's id was derived; empty if there is none.
             prepare: Completes the request; called once the client's quotas and limits admit it, within its deadline.
+            operation: What is requested, by OpenTelemetry's names; by default, text or a turn of a chat.
 
         Raises:
             MidstreamError: The request is rejected.
         """
+        operation = operation or ("chat" if request.WhichOneof("input") == "chat" else "text_completion")
         arrival, caller = time.monotonic(), current_caller.get()
         request_id = request.request_id or _new_id()
         current_request_id.set(request_id)
@@ -602,7 +629,9 @@ class FrontDoor:
         if span is not None:
             span.note("submitted")
         admission.charge_prompt(request_id, len(request.token_ids.values))
-        return Output(request_id, generation, self._metrics, self.draining, release, admission, arrival, span)
+        return Output(
+            request_id, generation, self._metrics, self.draining, release, admission, arrival, span, operation
+        )
 
     async def run_unstarted(self, request: pb.GenerateRequest, work: Callable[[], Awaitable[_T]]) -> _T:
         """Return the result of `work`, which processes the prompt of a request that is not started.
