@@ -164,6 +164,11 @@ class Generation:
     async def _attach(self, avoid: Attachment | None = None) -> None:
         """Attach the stream to a detokenizer at its current offset."""
         pool, link = self._runner.pool, avoid.link if avoid else None
+        cells = self._runner.cells
+        if cells.are_several:
+            is_known = self._cell is not None and not self._cell.is_gone
+            cell = self._cell if is_known else await cells.holder_of(self.request_id)
+            self.stream.scheduler = cell.address if cell is not None else ""
         self._attachment = pool.attach_now(self.stream, avoid=link)
         if self._attachment is not None:
             return
@@ -271,6 +276,7 @@ class Runner:
         deadline: float | None,
         on_overflow: Callable[[], None],
         *,
+        is_named: bool,
         is_keyed: bool,
         prepare: Prepare | None,
     ) -> Generation:
@@ -280,6 +286,7 @@ class Runner:
             request: The request as received from the client.
             deadline: Its deadline, as event-loop time.
             on_overflow: Called when the client reads too slowly; the next `take` raises the error.
+            is_named: Whether the client chose the request's id, so that a cell may already have the request.
             is_keyed: Whether the request's id was derived from an idempotency key.
             prepare: Completes the request.
 
@@ -295,7 +302,8 @@ class Runner:
                 await self._normalize(request, prepare)
         except TimeoutError:
             raise DeadlineError("the deadline passed while the prompt was prepared") from None
-        cell = self._choose_cell(request, is_keyed=is_keyed)
+        holder = await self.cells.holder_of(request.request_id) if is_named and not is_keyed else None
+        cell = holder or self._choose_cell(request, is_keyed=is_keyed)
         try:
             check_supported(request, cell.features)
         except (InvalidArgumentError, UnavailableError, UnsupportedError):
@@ -599,7 +607,7 @@ class FrontDoor:
         """
         operation = operation or ("chat" if request.WhichOneof("input") == "chat" else "text_completion")
         arrival, caller = time.monotonic(), current_caller.get()
-        request_id = request.request_id or _new_id()
+        is_named, request_id = bool(request.request_id), request.request_id or _new_id()
         current_request_id.set(request_id)
         request.request_id = request_id
         if caller.is_authenticated:
@@ -618,7 +626,7 @@ class FrontDoor:
             async with self._starts.hold(caller.name, deadline):
                 with naming_key(key):
                     generation = await self.runner.start(
-                        request, deadline, _canceller(), is_keyed=bool(key), prepare=prepare
+                        request, deadline, _canceller(), is_named=is_named, is_keyed=bool(key), prepare=prepare
                     )
         except BaseException as error:
             release()

@@ -207,7 +207,14 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         return loads_pb2.ModelInfo(features=self.features)
 
     async def GetRequestStats(self, request: Any, context: Any) -> stats_pb2.GetRequestStatsResponse:  # noqa: N802
-        return stats_pb2.GetRequestStatsResponse()
+        known = [
+            stats_pb2.RequestStats(
+                id=name, is_aborted=any(end.finish_reason == pb.FINISH_REASON_ABORT for end in self.requests[name].ends)
+            )
+            for name in request.request_ids
+            if name in self.requests
+        ]
+        return stats_pb2.GetRequestStatsResponse(requests=known)
 
     async def LoadLora(self, request: Any, context: Any) -> loads_pb2.LoadLoraResponse:  # noqa: N802
         return loads_pb2.LoadLoraResponse(lora=loads_pb2.LoraInfo(name=request.name))
