@@ -324,9 +324,10 @@ class Cells:
         )
         answers = [result for result in results if isinstance(result, loads_pb2.AbortResponse)]
         failures: list[MidstreamError] = [error_from_rpc(item) for item in results if isinstance(item, grpc.RpcError)]
-        if not answers and failures:
+        was_running = any(answer.was_running for answer in answers)
+        if failures and not was_running:
             raise failures[0]
-        return any(answer.was_running for answer in answers)
+        return was_running
 
     def _set_targets(self, targets: list[str]) -> None:
         for target in set(self.cells) - set(targets):

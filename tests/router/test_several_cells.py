@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from midstream.client import FinishReason
-from midstream.errors import AlreadyExistsError
+from midstream.errors import AlreadyExistsError, UnavailableError
 from protos import generation_pb2 as pb
 from router.pipeline.cells import Cell, Cells
 from tests.detokenizer.scripted_scheduler import ScriptedScheduler, scripted_scheduler
@@ -67,3 +67,15 @@ async def test_a_copy_that_was_aborted_in_another_cell_is_not_read(
         result = await stream.result()
         assert (result.token_ids, result.finish_reason) == ([20, 21], FinishReason.LENGTH)
     assert [len(scheduler.submits) for scheduler in cells] == [1 - number, number]
+
+
+async def test_an_abort_fails_if_only_an_unreachable_cell_may_have_the_request(
+    cluster: Cluster, cells: list[ScriptedScheduler], open_client: OpenClient
+) -> None:
+    cells[0].add("here")
+    client = open_client(await cluster.add_router(await cluster.add_detokenizer()))
+    assert not await client.abort("nowhere")
+    await cells[1].stop()
+    assert await client.abort("here")
+    with pytest.raises(UnavailableError):
+        await client.abort("elsewhere")
