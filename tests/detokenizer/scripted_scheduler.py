@@ -220,6 +220,9 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         return loads_pb2.LoadLoraResponse(lora=loads_pb2.LoraInfo(name=request.name))
 
     async def UnloadLora(self, request: Any, context: Any) -> loads_pb2.UnloadLoraResponse:  # noqa: N802
+        if request.name not in [lora.name for lora in self.loras]:
+            raise NotFoundError("no such adapter", field="name")
+        self.loras = [lora for lora in self.loras if lora.name != request.name]
         return loads_pb2.UnloadLoraResponse()
 
     async def ListLoras(self, request: Any, context: Any) -> loads_pb2.ListLorasResponse:  # noqa: N802

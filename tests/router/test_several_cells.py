@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from midstream.client import FinishReason
-from midstream.errors import AlreadyExistsError, UnavailableError
+from midstream.errors import AlreadyExistsError, NotFoundError, UnavailableError
 from protos import generation_pb2 as pb
+from protos.loads_pb2 import LoraInfo
 from router.pipeline.cells import Cell, Cells
 from tests.detokenizer.scripted_scheduler import ScriptedScheduler, scripted_scheduler
 from tests.router.client_streams import OpenClient
@@ -79,3 +80,30 @@ async def test_an_abort_fails_if_only_an_unreachable_cell_may_have_the_request(
     assert await client.abort("here")
     with pytest.raises(UnavailableError):
         await client.abort("elsewhere")
+
+
+async def test_information_comes_from_the_cells_that_respond(
+    cluster: Cluster, cells: list[ScriptedScheduler], open_client: OpenClient
+) -> None:
+    client = open_client(await cluster.add_router(await cluster.add_detokenizer()))
+    assert len(await client.loads()) == 2
+    await cells[1].stop()
+    assert [load.cell for load in await client.loads()] == [cluster.scheduler_address.split(",")[0]]
+    assert (await client.server_info()).scheduler_epoch == 7
+    await cells[0].stop()
+    with pytest.raises(UnavailableError):
+        await client.loads()
+
+
+async def test_an_adapter_is_unloaded_where_an_earlier_call_failed(
+    cluster: Cluster, cells: list[ScriptedScheduler], open_client: OpenClient
+) -> None:
+    client = open_client(await cluster.add_router(await cluster.add_detokenizer()))
+    cells[0].loras.append(LoraInfo(name="a"))
+    await client.unload_lora("a")
+    assert [scheduler.loras for scheduler in cells] == [[], []]
+    with pytest.raises(NotFoundError):
+        await client.unload_lora("a")
+    await cells[1].stop()
+    with pytest.raises(UnavailableError):
+        await client.unload_lora("a")
