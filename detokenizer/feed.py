@@ -1,7 +1,7 @@
 """The token feed: one stream per scheduler, which carries the tokens of all requests.
 
-1. A router attaches a request; the pool sends `attach` on the feed of every scheduler (cell). The one that has the
-   request replies with `opened`, the others with an error.
+1. A router attaches a request; the pool sends `attach` on the feed of its scheduler. If the router does not know it,
+   `attach` is sent on all feeds: the scheduler that has the request replies with `opened`, the others with an error.
 2. Tokens arrive in batches, each with all tokens since the previous batch; they are passed to the request's stream.
 3. When a stop word is found, `stop` is sent, and the scheduler ends the sequence as usual.
 4. When a feed breaks, it is reopened and its requests are attached again. Tokens are resent from the first one, and the
@@ -234,9 +234,10 @@ class FeedPool:
         return self._discovery.name_of(target)
 
     def attach(self, stream: OutputStream) -> None:
-        """Subscribe to a request's tokens on the feeds of all schedulers."""
+        """Subscribe to a request's tokens on the feed of its scheduler, or of all schedulers if that is not known."""
         self._waiting[stream.feed_number] = stream
-        for feed in self.feeds.values():
+        known = self.feeds.get(stream.scheduler)
+        for feed in self.feeds.values() if known is None else (known,):
             feed.attach(stream)
 
     def detach(self, stream: OutputStream) -> None:

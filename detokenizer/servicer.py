@@ -132,6 +132,7 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
                 connection,
                 self._decoders,
                 self._max_pending_bytes,
+                attach.scheduler,
             )
             connection.streams[attach.stream] = stream
             logger.debug("a router attached", extra={"request_id": attach.request_id, "from_token": attach.from_token})

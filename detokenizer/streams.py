@@ -59,6 +59,7 @@ class OutputStream:
 
     Attributes:
         number: The number that the router gave it.
+        scheduler: Address of the scheduler that has the request; empty if unknown.
         feed_number: The number that identifies it on the feeds.
         is_done: Whether all output was delivered or the stream failed.
         attached_ns: Creation time in Unix nanoseconds.
@@ -75,10 +76,12 @@ class OutputStream:
         connection: RouterConnection,
         decoders: DecoderFactory,
         max_pending_bytes: int,
+        scheduler: str = "",
     ) -> None:
         """Deliver each sequence from its entry in `from_token_by_sequence` on, or from `from_token` if it has none."""
         self.number = number
         self.request_id = request_id
+        self.scheduler = scheduler
         self.feed_number = feed_number
         self.error: MidstreamError | None = None
         self.is_done = False

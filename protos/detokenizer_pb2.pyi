@@ -47,9 +47,14 @@ class StreamAttach(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     FROM_TOKEN_FIELD_NUMBER: builtins.int
     FROM_TOKEN_BY_SEQUENCE_FIELD_NUMBER: builtins.int
+    SCHEDULER_FIELD_NUMBER: builtins.int
     stream: builtins.int
     request_id: builtins.str
     from_token: builtins.int
+    scheduler: builtins.str
+    """Address of the scheduler that has the request; empty if unknown. Requests in two cells may have the same id if a
+    client retried while a scheduler was down.
+    """
     @property
     def from_token_by_sequence(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """One offset per sequence index, used instead of from_token if the offsets differ."""
@@ -61,8 +66,9 @@ class StreamAttach(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         from_token: builtins.int = ...,
         from_token_by_sequence: collections.abc.Iterable[builtins.int] | None = ...,
+        scheduler: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["from_token", b"from_token", "from_token_by_sequence", b"from_token_by_sequence", "request_id", b"request_id", "stream", b"stream"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["from_token", b"from_token", "from_token_by_sequence", b"from_token_by_sequence", "request_id", b"request_id", "scheduler", b"scheduler", "stream", b"stream"]) -> None: ...
 
 global___StreamAttach = StreamAttach
 

@@ -28,6 +28,7 @@ from router.pipeline.cell_metrics import CellMetrics
 from router.pipeline.cells import Cells
 from router.pipeline.detokenizer_pool import DetokenizerPool
 from router.pipeline.embedder import Embedder
+from router.pipeline.gen_ai_metrics import GenAiMetrics
 from router.pipeline.generation import FrontDoor, Runner
 from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.message_slots import MessageSlots
@@ -111,7 +112,8 @@ async def serve(config: RouterConfig) -> None:
     limits = StreamLimits(config.max_concurrent_streams, config.max_streams_per_client)
     metrics.gauge("num_open_streams", "Open client streams.").set_function(lambda: limits.num_open)
     traces = RequestTraces(tracer, config.trace_ratio) if tracer is not None else None
-    seen = RouterMetrics(metrics, logs_requests=config.access_log)
+    gen_ai = GenAiMetrics.from_config(config, folder.name)
+    seen = RouterMetrics(metrics, logs_requests=config.access_log, gen_ai=gen_ai)
     quotas = Quotas(metrics)
     front = FrontDoor(runner, seen, server.draining, limits, traces, quotas)
 
@@ -188,6 +190,8 @@ async def serve(config: RouterConfig) -> None:
         runner.close()
         if tracer is not None:
             tracer.close()
+        if gen_ai is not None:
+            gen_ai.close()
 
 
 if __name__ == "__main__":

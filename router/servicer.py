@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
 
+import grpc
+import grpc.aio
 from grpc.aio import ServicerContext
 
 from midstream import __version__
@@ -16,13 +19,14 @@ from protos import generation_pb2 as pb
 from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
 from router.authentication import current_caller
 from router.permissions import Role
-from router.pipeline.cells import Cells
+from router.pipeline.cells import Cell, Cells
 from router.pipeline.embedder import Embedder, EmbedInput, Pooling, VectorShape
 from router.pipeline.generation import FrontDoor, Output
 from router.pipeline.idempotency import check_no_id, key_of, make_repeatable, request_id_of
 from router.pipeline.request_checks import check_adapter_path, check_model
 from router.status import StatusFeed
 
+_T = TypeVar("_T")
 _CALL_TIMEOUT_S = 10.0
 # Maximum number of tensor bytes in one response; by default, gRPC clients accept messages of up to 4 MiB.
 _MAX_TENSOR_BYTES = 2 << 20
@@ -108,9 +112,8 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         return self._model.to_proto(self._cells.any().features or ())
 
     async def GetServerInfo(self, request: loads_pb2.GetServerInfoRequest, context: object) -> loads_pb2.ServerInfo:
-        """Return the first cell's information, with the worker groups and detokenizers of all cells."""
-        calls = [cell.watch_stub.GetServerInfo(request, timeout=_CALL_TIMEOUT_S) for cell in self._cells.cells.values()]
-        first, *others = await asyncio.gather(*calls)
+        """Return the first cell's information, with the worker groups and detokenizers of all cells that respond."""
+        first, *others = await self._ask(lambda cell: cell.watch_stub.GetServerInfo(request, timeout=_CALL_TIMEOUT_S))
         for other in others:
             first.worker_groups.extend(other.worker_groups)
             first.detokenizers.extend(other.detokenizers)
@@ -119,15 +122,15 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         return first
 
     async def GetLoads(self, request: loads_pb2.GetLoadsRequest, context: object) -> loads_pb2.GetLoadsResponse:
-        """Return the load of every cell."""
-        response = loads_pb2.GetLoadsResponse()
-        cells = list(self._cells.cells.values())
-        answers = await asyncio.gather(*(cell.watch_stub.GetLoads(request, timeout=_CALL_TIMEOUT_S) for cell in cells))
-        for cell, answer in zip(cells, answers, strict=True):
-            for load in answer.cells:
+        """Return the load of every cell that responds."""
+
+        async def loads_of(cell: Cell) -> list[loads_pb2.CellLoad]:
+            loads = (await cell.watch_stub.GetLoads(request, timeout=_CALL_TIMEOUT_S)).cells
+            for load in loads:
                 load.cell = load.cell or cell.name
-                response.cells.append(load)
-        return response
+            return list(loads)
+
+        return loads_pb2.GetLoadsResponse(cells=itertools.chain.from_iterable(await self._ask(loads_of)))
 
     async def GetIterationStats(
         self, request: stats_pb2.GetIterationStatsRequest, context: ServicerContext[Any, Any]
@@ -193,9 +196,14 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         return first
 
     async def UnloadLora(self, request: loads_pb2.UnloadLoraRequest, context: object) -> loads_pb2.UnloadLoraResponse:
-        """Unload an adapter in every cell."""
+        """Unload an adapter in every cell; NOT_FOUND means that no cell has it."""
         self._cells.any()
-        await asyncio.gather(*(cell.watch_stub.UnloadLora(request) for cell in self._cells.cells.values()))
+        calls = [cell.watch_stub.UnloadLora(request) for cell in self._cells.cells.values()]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        failures = [error for error in errors if not _is_not_found(error)]
+        if failures or len(errors) == len(results):
+            raise (failures or errors)[0]
         return loads_pb2.UnloadLoraResponse()
 
     async def ListLoras(self, request: loads_pb2.ListLorasRequest, context: object) -> loads_pb2.ListLorasResponse:
@@ -205,6 +213,19 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
             for lora in response.loras:
                 lora.ClearField("path")
         return response
+
+    async def _ask(self, call: Callable[[Cell], Awaitable[_T]]) -> list[_T]:
+        """Return the responses of all cells that respond; raise the error of one if none does."""
+        self._cells.any()
+        results = await asyncio.gather(*map(call, self._cells.cells.values()), return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if len(errors) == len(results):
+            raise errors[0]
+        return [result for result in results if not isinstance(result, BaseException)]
+
+
+def _is_not_found(error: BaseException) -> bool:
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.NOT_FOUND
 
 
 def _embed_input(index: int, item: service_pb2.EmbedInput) -> EmbedInput:

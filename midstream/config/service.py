@@ -23,7 +23,9 @@ class ServiceConfig:
     http_port: int = setting(0, "Port for /metrics and /health; 0: any free one.")
     log_level: str = setting("info", "Minimum log level.", choices=("debug", "info", "warning", "error"))
     log_format: str = setting("json", "Log format.", choices=("json", "text"))
-    otlp_endpoint: str = setting("", "OTLP/gRPC collector for request traces, http://HOST:4317; empty: no tracing.")
+    otlp_endpoint: str = setting(
+        "", "OTLP/gRPC collector for traces and routers' metrics, http://HOST:4317; empty: none."
+    )
     drain_timeout_s: float = setting(
         30.0, "Maximum number of seconds that open streams may take to finish after SIGTERM."
     )

@@ -7,6 +7,7 @@ frames if both sides support them, otherwise a gRPC stream.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
@@ -250,8 +251,10 @@ class CommandStream(FrameLink[CommandT, BatchT]):
 
 
 async def _write(call: grpc.aio.StreamStreamCall[CommandT, BatchT], commands: asyncio.Queue[CommandT]) -> None:
-    while True:
-        await call.write(await commands.get())
+    # A write to a call that has ended raises InvalidStateError; the next read raises the reason.
+    with contextlib.suppress(asyncio.InvalidStateError):
+        while True:
+            await call.write(await commands.get())
 
 
 def _is_cancelled() -> bool:

@@ -42,13 +42,14 @@ class Cell:
 
     Attributes:
         name: Address of the scheduler, or its `one-of:` target, which remains the same when a standby takes over.
+        address: Address of the scheduler.
         stub: For calls that run requests, and for polls, which show whether requests would be answered.
         watch_stub: For all other calls; it has its own connection, so that watchers cannot saturate the one for
             requests.
         load: Number of its requests, both those in its last report and those submitted since.
         index: The prefixes that its workers have cached, according to its KV events.
         features: Features of its workers; None if unknown.
-        is_up: Whether its last poll succeeded.
+        is_up: Whether its last poll succeeded; None before the first one.
         has_workers: Whether it had workers at its last successful poll.
         is_gone: Whether it is no longer discovered, and therefore gets no more requests.
     """
@@ -63,7 +64,7 @@ class Cell:
         *,
         transport: str = "grpc",
     ) -> None:
-        self.name = name
+        self.name, self.address = name, address
         open_one = partial(open_channel, address, max_message_bytes=max_message_bytes, tls=tls, server_name=server_name)
         self._channel, self._watch_channel = open_one(), open_one()
         self.stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(self._channel)  # type: ignore[assignment]
@@ -76,7 +77,7 @@ class Cell:
         self.index = KvIndex()
         self._following: asyncio.Task[None] | None = None
         self.features: frozenset[str] | None = None
-        self.is_up = False
+        self.is_up: bool | None = None
         self.has_workers = False
         self.is_gone = False
 
@@ -238,6 +239,31 @@ class Cells:
         """Return the cell for all submissions of a request, even if down. Raises UnavailableError if there is none."""
         return choose_home(self._known(), request_id)
 
+    @property
+    def are_several(self) -> bool:
+        """Whether there is more than one cell."""
+        return len(self.cells) > 1
+
+    async def holder_of(self, request_id: str) -> Cell | None:
+        """Return the cell that already has a request; None if no cell that is up has it, or there is only one cell.
+
+        A cell that was down when the client retried may have aborted the request since, because no client read it; the
+        other cell's request then counts.
+        """
+        if not self.are_several:
+            return None
+        cells = [cell for cell in self._known() if cell.is_up is not False]
+        request = stats_pb2.GetRequestStatsRequest(request_ids=[request_id])
+        answers = await asyncio.gather(
+            *(cell.stub.GetRequestStats(request, timeout=_POLL_S) for cell in cells), return_exceptions=True
+        )
+        found = [
+            (answer.requests[0].is_aborted, cell)
+            for cell, answer in zip(cells, answers, strict=True)
+            if isinstance(answer, stats_pb2.GetRequestStatsResponse) and answer.requests
+        ]
+        return min(found, key=lambda item: item[0])[1] if found else None
+
     def successor_of(self, cell: Cell) -> Cell | None:
         """Return the cell that has taken the place of one that is gone; None if there is none."""
         return next((other for other in self.cells.values() if other.name == cell.name), None)
@@ -298,9 +324,10 @@ class Cells:
         )
         answers = [result for result in results if isinstance(result, loads_pb2.AbortResponse)]
         failures: list[MidstreamError] = [error_from_rpc(item) for item in results if isinstance(item, grpc.RpcError)]
-        if not answers and failures:
+        was_running = any(answer.was_running for answer in answers)
+        if failures and not was_running:
             raise failures[0]
-        return any(answer.was_running for answer in answers)
+        return was_running
 
     def _set_targets(self, targets: list[str]) -> None:
         for target in set(self.cells) - set(targets):

@@ -62,6 +62,7 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
             request_id=stream.request_id,
             from_token=stream.from_token,
             from_token_by_sequence=stream.offsets,
+            scheduler=stream.scheduler,
         )
         self._send(pb.StreamCommand(attach=attach))
         return number

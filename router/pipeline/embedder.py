@@ -243,7 +243,7 @@ class Embedder:
         """Return the values of the tensor `output`, and the request's usage."""
         chunks: list[Chunk] = []
         try:
-            async with await self.front.start(request, timeout_s, key) as stream:
+            async with await self.front.start(request, timeout_s, key, operation="embeddings") as stream:
                 while not stream.is_final:
                     chunks += await stream.take()
             stream.raise_failure()

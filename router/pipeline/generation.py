@@ -164,6 +164,11 @@ class Generation:
     async def _attach(self, avoid: Attachment | None = None) -> None:
         """Attach the stream to a detokenizer at its current offset."""
         pool, link = self._runner.pool, avoid.link if avoid else None
+        cells = self._runner.cells
+        if cells.are_several:
+            is_known = self._cell is not None and not self._cell.is_gone
+            cell = self._cell if is_known else await cells.holder_of(self.request_id)
+            self.stream.scheduler = cell.address if cell is not None else ""
         self._attachment = pool.attach_now(self.stream, avoid=link)
         if self._attachment is not None:
             return
@@ -271,6 +276,7 @@ class Runner:
         deadline: float | None,
         on_overflow: Callable[[], None],
         *,
+        is_named: bool,
         is_keyed: bool,
         prepare: Prepare | None,
     ) -> Generation:
@@ -280,6 +286,7 @@ class Runner:
             request: The request as received from the client.
             deadline: Its deadline, as event-loop time.
             on_overflow: Called when the client reads too slowly; the next `take` raises the error.
+            is_named: Whether the client chose the request's id, so that a cell may already have the request.
             is_keyed: Whether the request's id was derived from an idempotency key.
             prepare: Completes the request.
 
@@ -295,7 +302,8 @@ class Runner:
                 await self._normalize(request, prepare)
         except TimeoutError:
             raise DeadlineError("the deadline passed while the prompt was prepared") from None
-        cell = self._choose_cell(request, is_keyed=is_keyed)
+        holder = await self.cells.holder_of(request.request_id) if is_named and not is_keyed else None
+        cell = holder or self._choose_cell(request, is_keyed=is_keyed)
         try:
             check_supported(request, cell.features)
         except (InvalidArgumentError, UnavailableError, UnsupportedError):
@@ -449,8 +457,11 @@ class Output:
         admission: Admission,
         arrival: float | None = None,
         span: RequestSpan | None = None,
+        operation: str = "",
     ) -> None:
-        """`release` is called on exit; `admission` is charged for the tokens that are read."""
+        """`release` is called on exit; `admission` is charged for the tokens that are read; `operation` is what was
+        requested, empty if the output of another call is resumed.
+        """
         self.request_id = request_id
         self.is_final = False
         self._generation = generation
@@ -460,9 +471,10 @@ class Output:
         self._arrival = time.monotonic() if arrival is None else arrival
         self._first: float | None = None
         self._last: float | None = None
-        self._num_tokens = 0
+        self._num_tokens = self._num_first = 0
         self._end: Chunk | None = None
         self._span = span
+        self._operation = operation
         self._admission = admission
 
     async def take(self) -> list[Chunk]:
@@ -517,11 +529,26 @@ class Output:
         if error is None and self._end is not None:
             self._metrics.request.observe(duration_s)
             self._metrics.num_succeeded[self._end.finish_reason or ""] += 1
+        if self._metrics.gen_ai is not None and self._operation and reason != "disconnected":
+            self._metrics.gen_ai.record(self._operation, duration_s, first_s, self._per_token_s(), self._failure(error))
+
+    def _per_token_s(self) -> float | None:
+        """Return the time per token after the first output; None if there were no further tokens."""
+        if self._first is None or self._last is None or self._num_tokens <= self._num_first:
+            return None
+        return (self._last - self._first) / (self._num_tokens - self._num_first)
+
+    def _failure(self, error: BaseException | None) -> str:
+        """Return the kind of failure with which the request ended; empty if it succeeded."""
+        if error is not None:
+            return type(error).__name__
+        is_failed = self._end is not None and self._end.finish_reason in (FinishReason.DEADLINE, FinishReason.ERROR)
+        return str(self._end.finish_reason) if self._end is not None and is_failed else ""
 
     def _observe(self, chunk: Chunk, now: float) -> None:
         num_tokens, metrics = len(chunk.token_ids), self._metrics
         if self._last is None:
-            self._first = now
+            self._first, self._num_first = now, num_tokens
             metrics.first_token.observe(now - self._arrival)
             if self._span is not None:
                 self._span.note("first output")
@@ -558,7 +585,13 @@ class FrontDoor:
         self._traces = traces
 
     async def start(
-        self, request: pb.GenerateRequest, timeout_s: float | None, key: str = "", prepare: Prepare | None = None
+        self,
+        request: pb.GenerateRequest,
+        timeout_s: float | None,
+        key: str = "",
+        prepare: Prepare | None = None,
+        *,
+        operation: str = "",
     ) -> Output:
         """Start a request, or attach to the one that was started with the same idempotency key.
 
@@ -567,12 +600,14 @@ class FrontDoor:
             timeout_s: Time left until the call's deadline.
             key: The idempotency key from which the request's id was derived; empty if there is none.
             prepare: Completes the request; called once the client's quotas and limits admit it, within its deadline.
+            operation: What is requested, by OpenTelemetry's names; by default, text or a turn of a chat.
 
         Raises:
             MidstreamError: The request is rejected.
         """
+        operation = operation or ("chat" if request.WhichOneof("input") == "chat" else "text_completion")
         arrival, caller = time.monotonic(), current_caller.get()
-        request_id = request.request_id or _new_id()
+        is_named, request_id = bool(request.request_id), request.request_id or _new_id()
         current_request_id.set(request_id)
         request.request_id = request_id
         if caller.is_authenticated:
@@ -591,7 +626,7 @@ class FrontDoor:
             async with self._starts.hold(caller.name, deadline):
                 with naming_key(key):
                     generation = await self.runner.start(
-                        request, deadline, _canceller(), is_keyed=bool(key), prepare=prepare
+                        request, deadline, _canceller(), is_named=is_named, is_keyed=bool(key), prepare=prepare
                     )
         except BaseException as error:
             release()
@@ -602,7 +637,9 @@ class FrontDoor:
         if span is not None:
             span.note("submitted")
         admission.charge_prompt(request_id, len(request.token_ids.values))
-        return Output(request_id, generation, self._metrics, self.draining, release, admission, arrival, span)
+        return Output(
+            request_id, generation, self._metrics, self.draining, release, admission, arrival, span, operation
+        )
 
     async def run_unstarted(self, request: pb.GenerateRequest, work: Callable[[], Awaitable[_T]]) -> _T:
         """Return the result of `work`, which processes the prompt of a request that is not started.

@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from midstream.telemetry import PREFIX, Metrics
+from router.pipeline.gen_ai_metrics import GenAiMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -22,11 +23,13 @@ class RouterMetrics(Collector):
 
     Attributes:
         num_ended: Number of requests that have ended so far, for the throughput log.
+        gen_ai: OpenTelemetry's metrics, if a collector is set.
     """
 
-    def __init__(self, metrics: Metrics, *, logs_requests: bool = False) -> None:
+    def __init__(self, metrics: Metrics, *, logs_requests: bool = False, gen_ai: GenAiMetrics | None = None) -> None:
         self.num_tokens = self.num_ended = 0
         self.num_succeeded = Counter[str]()
+        self.gen_ai = gen_ai
         self._request_level = logging.INFO if logs_requests else logging.DEBUG
         self.first_token = metrics.histogram("time_to_first_token_seconds", "Time from arrival to first output.")
         self.inter_token = metrics.histogram("inter_token_latency_seconds", "Time per token after the first.")

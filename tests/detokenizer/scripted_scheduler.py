@@ -208,12 +208,22 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         return loads_pb2.ModelInfo(features=self.features)
 
     async def GetRequestStats(self, request: Any, context: Any) -> stats_pb2.GetRequestStatsResponse:  # noqa: N802
-        return stats_pb2.GetRequestStatsResponse()
+        known = [
+            stats_pb2.RequestStats(
+                id=name, is_aborted=any(end.finish_reason == pb.FINISH_REASON_ABORT for end in self.requests[name].ends)
+            )
+            for name in request.request_ids
+            if name in self.requests
+        ]
+        return stats_pb2.GetRequestStatsResponse(requests=known)
 
     async def LoadLora(self, request: Any, context: Any) -> loads_pb2.LoadLoraResponse:  # noqa: N802
         return loads_pb2.LoadLoraResponse(lora=loads_pb2.LoraInfo(name=request.name))
 
     async def UnloadLora(self, request: Any, context: Any) -> loads_pb2.UnloadLoraResponse:  # noqa: N802
+        if request.name not in [lora.name for lora in self.loras]:
+            raise NotFoundError("no such adapter", field="name")
+        self.loras = [lora for lora in self.loras if lora.name != request.name]
         return loads_pb2.UnloadLoraResponse()
 
     async def ListLoras(self, request: Any, context: Any) -> loads_pb2.ListLorasResponse:  # noqa: N802

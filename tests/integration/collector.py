@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry traces over OTLP/gRPC that runs in this process."""
+"""A collector of OpenTelemetry traces and metrics over OTLP/gRPC that runs in this process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import grpc
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as pb_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
@@ -29,13 +30,49 @@ class Span:
     error: str
 
 
+@dataclass(frozen=True)
+class Values:
+    """What a histogram has received so far."""
+
+    attributes: dict[str, str]
+    count: int
+    sum: float
+
+
+class Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
+    """Keeps the latest state of each histogram.
+
+    Attributes:
+        histograms: The values of a histogram for each set of attributes, by the histogram's name.
+    """
+
+    def __init__(self) -> None:
+        self.histograms: dict[str, list[Values]] = {}
+
+    def Export(  # noqa: N802
+        self, request: metrics_service_pb2.ExportMetricsServiceRequest, context: grpc.ServicerContext
+    ) -> metrics_service_pb2.ExportMetricsServiceResponse:
+        for metric in (item for r in request.resource_metrics for s in r.scope_metrics for item in s.metrics):
+            self.histograms[metric.name] = [
+                Values({item.key: item.value.string_value for item in point.attributes}, point.count, point.sum)
+                for point in metric.histogram.data_points
+            ]
+        return metrics_service_pb2.ExportMetricsServiceResponse()
+
+
 class Collector(pb_grpc.TraceServiceServicer):
-    """Collects all received spans."""
+    """Collects all received spans.
+
+    Attributes:
+        metrics: The received metrics.
+    """
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
         self._has_news = threading.Condition()
         self._server = grpc.server(ThreadPoolExecutor(2))
+        self.metrics = Metrics()
+        metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(self.metrics, self._server)  # type: ignore[no-untyped-call]
         pb_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
+import pytest
+from grpc.aio import Metadata
 
 from midstream.rpc.command_stream import CommandStream
 from midstream.rpc.health import Progress
@@ -112,3 +115,46 @@ async def test_grpc_is_used_if_frames_are_unavailable() -> None:
         running.cancel()
         await asyncio.wait({running})
     await server.stop()
+
+
+class BrokenCall:
+    """A gRPC call that has ended before its first command is written."""
+
+    async def wait_for_connection(self) -> None:
+        pass
+
+    async def write(self, command: pb.StreamCommand) -> None:
+        raise asyncio.InvalidStateError("RPC already finished.")
+
+    async def read(self) -> pb.StreamBatch:
+        await asyncio.sleep(0)
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, Metadata(), Metadata(), "the peer died")
+
+    def cancel(self) -> None:
+        pass
+
+
+class Broken(Numbers):
+    """A stream whose calls break at once."""
+
+    def __init__(self) -> None:
+        super().__init__("127.0.0.1:1", 1)
+        self._transport = "grpc"
+        self.is_lost = asyncio.Event()
+
+    def _call(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[pb.StreamCommand, pb.StreamBatch]:
+        return BrokenCall()  # type: ignore[return-value]
+
+    def _lose(self) -> None:
+        self.is_lost.set()
+
+
+async def test_a_command_for_a_call_that_has_ended_is_not_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="midstream.rpc.command_stream")
+    stream = Broken()
+    running = asyncio.create_task(stream.run())
+    await asyncio.wait_for(stream.is_lost.wait(), 60)
+    running.cancel()
+    await asyncio.wait({running})
+    (record,) = caplog.records
+    assert (record.levelname, vars(record)["reason"].count("the peer died")) == ("INFO", 1)

@@ -29,6 +29,7 @@ from router.pages import page_routes
 from router.pipeline.cells import Cells
 from router.pipeline.detokenizer_pool import DetokenizerPool
 from router.pipeline.embedder import Embedder
+from router.pipeline.gen_ai_metrics import GenAiMetrics
 from router.pipeline.generation import FrontDoor, Runner
 from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.message_slots import MessageSlots
@@ -154,6 +155,7 @@ class Cluster:
         port: int = 0,
         authenticator: Authenticator | None = None,
         chat: ChatModel | None = None,
+        gen_ai: GenAiMetrics | None = None,
     ) -> Part:
         authenticator, watchers = authenticator or Authenticator(), watcher_limits()
         cells = Cells(self.scheduler_address, MAX_MESSAGE, transport=self.transport)
@@ -179,7 +181,7 @@ class Cluster:
         )
         metrics = Metrics()
         quotas, router_id = Quotas(metrics), f"router-{len(self.runners)}"
-        front = FrontDoor(runner, RouterMetrics(metrics), server.draining, quotas=quotas)
+        front = FrontDoor(runner, RouterMetrics(metrics, gen_ai=gen_ai), server.draining, quotas=quotas)
         status = StatusFeed(
             cells,
             self.folder.name,
