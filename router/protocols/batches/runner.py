@@ -34,19 +34,34 @@ from router.protocols.batches.batch import ENDED, Batch, Batches
 from router.protocols.batches.calls import post
 from router.protocols.batches.files import FileInfo, Files
 from router.protocols.batches.lease import Lease, Leases
-from router.protocols.batches.lines import Line, Outcome, answered, check_lines, has_failed, read_line, unanswered
+from router.protocols.batches.lines import (
+    Line,
+    Outcome,
+    answered,
+    check_lines,
+    has_failed,
+    read_line_soon,
+    unanswered,
+)
+from router.protocols.long_json import render_long_json
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 _MAX_BATCHES = 16
 _PART_LINES = 32
+# Maximum size of a line besides its body.
+_MAX_HEAD_BYTES = 8 << 10
 # Maximum number of parts that run concurrently while the first of them still has unfinished lines.
 _PARTS_AT_ONCE = 4
 _CHUNK_CHARACTERS = 1 << 20
 # Lower than the priority of all interactive requests, including `flex` (-50).
 PRIORITY = -75
-_RETRIED = frozenset({408, 429, 499, 503})
+_ABORTED = 499
+_RETRIED = frozenset({408, 429, _ABORTED, 503})
+# How often a line is repeated whose request, or a call to the scheduler, was aborted. If it was the request, the line's
+# key names that request forever.
+_MAX_ABORTS = 2
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
 # Maximum time for running lines to finish when a batch is cancelled.
 _CANCEL_GRACE_S = 10.0
@@ -70,6 +85,7 @@ class BatchRunner:
         caller_of: Callable[[str], Caller | None],
         *,
         max_lines: int,
+        max_body_bytes: int,
     ) -> None:
         """Prepare the runner; `run` runs the batches.
 
@@ -77,6 +93,7 @@ class BatchRunner:
             draining: Set when this router accepts no more work.
             caller_of: Returns a batch's owner by name; None if the owner is no longer authorized.
             max_lines: Maximum concurrent lines of all batches.
+            max_body_bytes: Maximum size of the body of a call.
         """
         self._app = app
         self._cells = cells
@@ -86,6 +103,7 @@ class BatchRunner:
         self._draining = draining
         self._caller_of = caller_of
         self._slots = asyncio.Semaphore(max_lines)
+        self._max_line_bytes = max_body_bytes + _MAX_HEAD_BYTES
         self._running: dict[str, asyncio.Task[None]] = {}
         self._num_running: Gauge = metrics.gauge("num_running_batches", "Batches that this router runs.")
         self._num_running.set_function(lambda: len(self._running))
@@ -153,7 +171,7 @@ class BatchRunner:
             return
         try:
             input_cell, _ = await self._files.get(lease.owner, batch.input_file_id)
-            lines = partial(self._files.lines, input_cell, lease.owner, batch.input_file_id)
+            lines = partial(self._files.lines, input_cell, lease.owner, batch.input_file_id, self._max_line_bytes)
             if batch.status == "validating":
                 batch = await self._validate(lease, lines())
             if batch.status == "failed":
@@ -170,7 +188,7 @@ class BatchRunner:
 
     async def _validate(self, lease: Lease, lines: AsyncIterator[bytes]) -> Batch:
         _, batch = await self._batches.get(lease.owner, lease.batch_id)
-        count, errors = await check_lines(lines, batch.endpoint)
+        count, errors = await check_lines(lines, batch.endpoint, self._max_line_bytes)
         if errors:
             return await self._fail(lease, errors)
 
@@ -191,16 +209,17 @@ class BatchRunner:
 
     async def call(self, batch: Batch, line: Line, is_over: Callable[[], bool]) -> Outcome | None:
         """Run a line; return None if the batch ended before the line was started."""
-        body = json.dumps(line.body).encode()
+        body = render_long_json(line.body)
         headers = {HEADER: f"{batch.id}/{line.number}"}
-        delay = _FIRST_RETRY_S
+        delay, num_aborts = _FIRST_RETRY_S, 0
         while True:
             async with self._slots:
                 if is_over():
                     return None
                 current_background.set(Background(PRIORITY, batch.expires_at))
                 answer = await post(self._app, batch.endpoint, body, headers)
-            if answer.status not in _RETRIED:
+            num_aborts += answer.status == _ABORTED
+            if answer.status not in _RETRIED or num_aborts > _MAX_ABORTS:
                 break
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LAST_RETRY_S)
@@ -304,7 +323,7 @@ class _Run:
         number, first = 0, self._batch.num_parts * _PART_LINES
         async for data in self._lines():
             if number >= first:
-                part.append(read_line(number, data, self._batch.endpoint))
+                part.append(await read_line_soon(number, data, self._batch.endpoint))
             number += 1
             if len(part) == _PART_LINES:
                 yield part

@@ -14,9 +14,12 @@ import pytest
 from midstream.errors import InvalidArgumentError
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
+from router.pipeline.cells import Cell
+from router.pipeline.client_documents import ClientDocuments
 from router.protocols.batches.batch import Batch
+from router.protocols.batches.files import Files
 from router.protocols.batches.lease import Leases
-from router.protocols.batches.lines import Line, Outcome, answered, read_line
+from router.protocols.batches.lines import Line, Outcome, answered, check_lines, read_line
 from tests.router.conftest import Cluster, Part
 
 CHAT = "/v1/chat/completions"
@@ -233,7 +236,60 @@ def test_a_failed_response_is_an_error_although_its_status_is_200() -> None:
     assert not answered(batch, line, 200, "resp_a", {"object": "response", "status": "incomplete"}).is_error
 
 
-def test_a_line_with_half_a_surrogate_pair_is_not_json() -> None:
-    for data in (b'{"\\ud800": 1}', b'{"custom_id": "\\uD83D"}'):
-        with pytest.raises(InvalidArgumentError, match="is not JSON"):
-            read_line(0, data, "/v1/completions")
+@pytest.mark.parametrize(
+    "data",
+    [b'{"\\ud800": 1}', b'{"custom_id": "\\uD83D"}', b'{"custom_id": "\xed\xa0\xbd"}', b'{"body": {"seed": 1e999}}'],
+)
+def test_a_line_with_half_a_surrogate_pair_or_an_infinite_number_is_not_json(data: bytes) -> None:
+    with pytest.raises(InvalidArgumentError, match="is not JSON"):
+        read_line(0, data, "/v1/completions")
+
+
+async def test_a_line_longer_than_a_body_may_be_is_refused() -> None:
+    long = line("b", user="x" * 40_000)
+
+    async def lines() -> AsyncIterator[bytes]:
+        for text in (line("a"), long, line("c")):
+            yield text.encode()
+
+    count, errors = await check_lines(lines(), CHAT, 40_000)
+    assert (count, [(error["line"], error["message"]) for error in errors]) == (3, [(2, "has more than 40000 bytes")])
+    assert await check_lines(lines(), CHAT, len(long)) == (3, [])
+
+
+async def test_of_a_long_line_only_its_beginning_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = b"ab\n" + b"x" * 5000 + b"\n\ncd"
+
+    async def contents(*_: object) -> AsyncIterator[bytes]:
+        for start in range(0, len(data), 100):
+            yield data[start : start + 100]
+
+    files = Files(cast("ClientDocuments", None))
+    monkeypatch.setattr(files, "contents", contents)
+    found = [text async for text in files.lines(cast("Cell", None), "", "f", 1000)]
+    assert [found[0], found[2]] == [b"ab", b"cd"]
+    assert found[1].startswith(b"x" * 1001)
+    assert len(found[1]) <= 1100
+
+
+async def test_characters_of_a_line_do_not_become_longer(client: openai.AsyncOpenAI) -> None:
+    """With its characters escaped, the body would be larger than a body may be."""
+    text = "空" * 900_000
+    body = {"messages": [{"role": "user", "content": text}]}
+    long = json.dumps({"custom_id": "a", "method": "POST", "url": CHAT, "body": body}, ensure_ascii=False)
+    batch = await ended(client, await create(client, [long]))
+    (row,) = await rows(client, batch.error_file_id)
+    assert row["response"]["body"]["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_line_whose_request_is_aborted_is_an_error(
+    cluster: Cluster, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not repeated forever: its idempotency key always names the aborted request."""
+    monkeypatch.setattr("router.protocols.batches.runner._FIRST_RETRY_S", 0.0)
+    batch = await create(client, [line("a")])
+    await cluster.scheduler.until(lambda: cluster.scheduler.requests)
+    cluster.scheduler.end(next(iter(cluster.scheduler.requests)), reason=pb.FINISH_REASON_ABORT)
+    batch = await ended(client, batch)
+    assert (batch.status, batch.request_counts.failed) == ("completed", 1)
+    assert [row["response"]["status_code"] for row in await rows(client, batch.error_file_id)] == [499]
