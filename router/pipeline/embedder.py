@@ -20,9 +20,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
-from midstream.chunk import Chunk, FinishReason, Usage
+from midstream.chunk import Chunk, Usage
 from midstream.errors import (
-    AbortedError,
     ConfigError,
     ExecutionError,
     InvalidArgumentError,
@@ -246,13 +245,11 @@ class Embedder:
             async with await self.front.start(request, timeout_s, key) as stream:
                 while not stream.is_final:
                     chunks += await stream.take()
-            stream.raise_failure()
+            stream.raise_unfinished()
         except InvalidArgumentError as error:
             if error.field not in _INPUT_FIELDS:
                 raise
             raise type(error)(error.message, field=field) from None
-        if chunks[-1].finish_reason is FinishReason.ABORT:
-            raise AbortedError("the request was aborted")
         pieces = [piece for chunk in chunks if chunk.extras is not None for piece in chunk.extras.tensors]
         tensor = join_tensors(pieces).get(f"context_{output.name}" if output.gather_context else output.name)
         usage = chunks[-1].usage

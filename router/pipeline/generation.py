@@ -34,6 +34,7 @@ from typing import TypeVar
 
 from midstream.chunk import Chunk, FinishReason
 from midstream.errors import (
+    AbortedError,
     DeadlineError,
     ExecutionError,
     InvalidArgumentError,
@@ -488,6 +489,12 @@ class Output:
             raise _deadline_error()
         if self._end.finish_reason is FinishReason.ERROR:
             raise self._end.error or ExecutionError("the request failed")
+
+    def raise_unfinished(self) -> None:
+        """Raise the request's error, or AbortedError if it was aborted; to be called after the final chunk."""
+        self.raise_failure()
+        if self._end is not None and self._end.finish_reason is FinishReason.ABORT:
+            raise AbortedError("the request was aborted")
 
     async def __aenter__(self) -> Output:
         return self

@@ -136,7 +136,7 @@ class Reply(StreamedResponse):
                     known = sequences.setdefault(chunk.sequence_index, chunk)
                     if known is not chunk:
                         known.append(chunk)
-            output.raise_failure()
+            output.raise_unfinished()
             ordered = [sequences[index] for index in sorted(sequences)]
             prompt = self._prompt_fields(number, ordered[0])
             if len(ordered) > self._job.num_choices:
@@ -169,7 +169,7 @@ class Reply(StreamedResponse):
                 for relay in relays:
                     relay.cancel()
         for output in outputs:
-            output.raise_failure()
+            output.raise_unfinished()
         if self._job.includes_usage:
             await self._count_reasoning()
             await self._event(events, 0, None)
