@@ -25,12 +25,12 @@ from midstream.errors import (
     ConfigError,
     ExecutionError,
     InvalidArgumentError,
-    MidstreamError,
     UnsupportedError,
 )
 from midstream.extras import join_tensors
 from protos import generation_pb2 as pb
 from router.pipeline.answers import Answers, answers_of
+from router.pipeline.concurrent import run_all
 from router.pipeline.generation import FrontDoor
 from router.pipeline.idempotency import keep
 
@@ -224,15 +224,7 @@ class Embedder:
                 found[index] = await read(values, usage)
                 usages.append(usage)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(len(inputs), _NUM_CONCURRENT)):
-                    group.create_task(work())
-        except BaseExceptionGroup as errors:
-            failed = errors.subgroup(MidstreamError)
-            if failed is None:
-                raise
-            raise _first(failed) from None
+        await run_all(work() for _ in range(min(len(inputs), _NUM_CONCURRENT)))
         prompt, cached = sum(usage.prompt_tokens for usage in usages), sum(usage.cached_tokens for usage in usages)
         return [found[index] for index in range(len(inputs))], Usage(prompt, 0, cached)
 
@@ -289,11 +281,3 @@ def _mean(values: Vector, num_states: int) -> Vector:
     """Return the mean of vectors; each value is rounded only once."""
     width = len(values) // num_states
     return [math.fsum(values[column::width]) / num_states for column in range(width)]
-
-
-def _first(errors: BaseExceptionGroup[MidstreamError]) -> MidstreamError:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, MidstreamError)
-    return error

@@ -26,11 +26,12 @@ import hashlib
 import logging
 import secrets
 import time
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from midstream.chunk import Chunk, FinishReason
 from midstream.errors import (
@@ -699,9 +700,12 @@ def _deadline(request: pb.GenerateRequest, timeout_s: float | None) -> float | N
 
 def _canceller() -> Callable[[], None]:
     task = asyncio.current_task()
+    # The traceback of an error that ends the task holds this function, so this must not hold the task.
+    known: Callable[[], asyncio.Task[Any] | None] = weakref.ref(task) if task is not None else lambda: None
 
     def cancel() -> None:
-        if task is not None:
-            task.cancel()
+        running = known()
+        if running is not None:
+            running.cancel()
 
     return cancel

@@ -6,7 +6,6 @@ Last-Event-ID, to any router, the stream resumes.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import cached_property, partial
@@ -16,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from midstream.chunk import Chunk, PerfMetrics, Usage
 from midstream.errors import InvalidArgumentError, MidstreamError
 from protos import generation_pb2 as pb
+from router.pipeline.concurrent import run_all
 from router.pipeline.generation import FrontDoor, Output, Prepare
 from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.prompt import PromptBuilder, PromptOptions
@@ -162,12 +162,7 @@ class Reply(StreamedResponse):
         if len(outputs) == 1:
             await self._relay(0, outputs[0], events)
         else:
-            relays = [asyncio.create_task(self._relay(i, output, events)) for i, output in enumerate(outputs)]
-            try:
-                await asyncio.gather(*relays)
-            finally:
-                for relay in relays:
-                    relay.cancel()
+            await run_all(self._relay(i, output, events) for i, output in enumerate(outputs))
         for output in outputs:
             output.raise_unfinished()
         if self._job.includes_usage:
