@@ -174,17 +174,16 @@ class BatchRunner:
             lines = partial(self._files.lines, input_cell, lease.owner, batch.input_file_id, self._max_line_bytes)
             if batch.status == "validating":
                 batch = await self._validate(lease, lines())
-            if batch.status == "failed":
+            if batch.status in ENDED:
                 return
             if Role.GENERATE not in current_caller.get().roles:
                 error = {"code": "permission_denied", "message": "the client is no longer allowed to run requests"}
                 await self._fail(lease, [{**error, "param": None, "line": None}])
                 return
+            await _Run(self, lease, batch, lines).run()
         except NotFoundError:
             error = {"code": "input_file_deleted", "message": "no longer exists", "param": "input_file_id"}
             await self._fail(lease, [{**error, "line": None}])
-            return
-        await _Run(self, lease, batch, lines).run()
 
     async def _validate(self, lease: Lease, lines: AsyncIterator[bytes]) -> Batch:
         _, batch = await self._batches.get(lease.owner, lease.batch_id)
@@ -200,12 +199,14 @@ class BatchRunner:
         return await self._batches.update(lease.owner, lease.batch_id, begin)
 
     async def _fail(self, lease: Lease, errors: list[dict[str, object]]) -> Batch:
-        def fail(batch: Batch) -> None:
+        """End a batch with errors; it keeps the results of the lines that have run."""
+
+        def note(batch: Batch) -> None:
             if batch.status not in ENDED:
                 batch.errors = {"object": "list", "data": errors}
-                batch.enter("failed")
 
-        return await self._batches.update(lease.owner, lease.batch_id, fail)
+        batch = await self._batches.update(lease.owner, lease.batch_id, note)
+        return await self.finish(lease, batch, "failed")
 
     async def call(self, batch: Batch, line: Line, is_over: Callable[[], bool]) -> Outcome | None:
         """Run a line; return None if the batch ended before the line was started."""
@@ -261,8 +262,8 @@ class BatchRunner:
         """Return the batch as stored now."""
         return (await self._batches.get(lease.owner, lease.batch_id))[1]
 
-    async def finish(self, lease: Lease, batch: Batch, ended: str) -> None:
-        """Create the output files of a batch once all its parts are stored, and end the batch."""
+    async def finish(self, lease: Lease, batch: Batch, ended: str) -> Batch:
+        """Create the output files of a batch once all its parts are stored, and end the batch; return it."""
 
         def finalize(batch: Batch) -> None:
             if batch.status == "in_progress" and ended == "completed":
@@ -284,7 +285,7 @@ class BatchRunner:
                 batch.error_file_id = batch.error_id if batch.num_error_bytes else None
                 batch.enter("cancelled" if batch.status == "cancelling" else ended)
 
-        await self._batches.update(lease.owner, batch.id, end)
+        return await self._batches.update(lease.owner, batch.id, end)
 
 
 class _Run:
@@ -330,6 +331,8 @@ class _Run:
                 part = []
         if part:
             yield part
+        if number < self._batch.request_counts["total"]:
+            raise NotFoundError("the input file no longer exists", field="input_file_id")
 
     async def _call(self, line: Line) -> Outcome | None:
         return await self._runner.call(self._batch, line, lambda: bool(self._ended))

@@ -20,6 +20,7 @@ from router.protocols.batches.batch import Batch
 from router.protocols.batches.files import Files
 from router.protocols.batches.lease import Leases
 from router.protocols.batches.lines import Line, Outcome, answered, check_lines, read_line
+from router.protocols.batches.upload import Form
 from tests.router.conftest import Cluster, Part
 
 CHAT = "/v1/chat/completions"
@@ -270,6 +271,40 @@ async def test_of_a_long_line_only_its_beginning_is_held(monkeypatch: pytest.Mon
     assert [found[0], found[2]] == [b"ab", b"cd"]
     assert found[1].startswith(b"x" * 1001)
     assert len(found[1]) <= 1100
+
+
+async def test_a_batch_whose_input_is_deleted_fails_and_keeps_finished_results(
+    cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would end as completed, without the lines that were not read yet."""
+    monkeypatch.setattr("router.protocols.batches.files._CHUNK_BYTES", 1 << 14)
+    monkeypatch.setattr("router.protocols.batches.runner._PARTS_AT_ONCE", 1)
+    batch = await create(client, [line(f"line {i}") for i in range(1000)])
+    await cluster.scheduler.until(lambda: len(cluster.scheduler.requests) == 8)
+    await client.files.delete(batch.input_file_id)
+    done: set[str] = set()
+    async with asyncio.timeout(60):
+        while batch.status not in ("completed", "failed"):
+            for request_id in set(cluster.scheduler.requests) - done:
+                done.add(request_id)
+                cluster.scheduler.emit(request_id, tokenizer.encode(TEXT))
+                cluster.scheduler.end(request_id, reason=pb.FINISH_REASON_STOP)
+            await asyncio.sleep(0.01)
+            batch = await client.batches.retrieve(batch.id)
+    assert (batch.status, [error.code for error in batch.errors.data]) == ("failed", ["input_file_deleted"])
+    assert len(await rows(client, batch.output_file_id)) == batch.request_counts.completed == len(done) > 0
+
+
+async def test_the_number_of_fields_of_a_form_is_limited() -> None:
+    """Even of those without contents."""
+    form = Form("multipart/form-data; boundary=x")
+
+    async def parts() -> AsyncIterator[bytes]:
+        for number in range(17):
+            yield f'--x\r\nContent-Disposition: form-data; name="{number}"\r\n\r\n\r\n'.encode()
+
+    with pytest.raises(InvalidArgumentError, match="more than 16 fields"):
+        _ = [data async for data in form.file(parts())]
 
 
 async def test_characters_of_a_line_do_not_become_longer(client: openai.AsyncOpenAI) -> None:
