@@ -170,8 +170,8 @@ class BatchRunner:
         if batch.status in ENDED:
             return
         try:
-            input_cell, _ = await self._files.get(lease.owner, batch.input_file_id)
-            lines = partial(self._files.lines, input_cell, lease.owner, batch.input_file_id, self._max_line_bytes)
+            input_cell, info = await self._files.get(lease.owner, batch.input_file_id)
+            lines = partial(self._files.lines, input_cell, lease.owner, info, self._max_line_bytes)
             if batch.status == "validating":
                 batch = await self._validate(lease, lines())
             if batch.status in ENDED:
@@ -299,6 +299,7 @@ class _Run:
         self._batch = batch
         self._lines = lines
         self._ended = ""  # cancelled or expired, before the last line
+        self._lost_input: NotFoundError | None = None  # raised once the lines that were read have run
 
     async def run(self) -> None:
         self._look()
@@ -317,22 +318,26 @@ class _Run:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(watching, *tasks, return_exceptions=True)
+        if self._lost_input is not None and not self._ended:
+            raise self._lost_input
         await self._runner.finish(self._lease, self._batch, self._ended or "completed")
 
     async def _parts(self) -> AsyncIterator[list[Line]]:
         part: list[Line] = []
         number, first = 0, self._batch.num_parts * _PART_LINES
-        async for data in self._lines():
-            if number >= first:
-                part.append(await read_line_soon(number, data, self._batch.endpoint))
-            number += 1
-            if len(part) == _PART_LINES:
-                yield part
-                part = []
+        try:
+            async for data in self._lines():
+                if number >= first:
+                    part.append(await read_line_soon(number, data, self._batch.endpoint))
+                number += 1
+                if len(part) == _PART_LINES:
+                    yield part
+                    part = []
+        except NotFoundError as error:
+            self._lost_input = error
+            return
         if part:
             yield part
-        if number < self._batch.request_counts["total"]:
-            raise NotFoundError("the input file no longer exists", field="input_file_id")
 
     async def _call(self, line: Line) -> Outcome | None:
         return await self._runner.call(self._batch, line, lambda: bool(self._ended))

@@ -17,7 +17,7 @@ from protos import generation_pb2 as pb
 from router.pipeline.cells import Cell
 from router.pipeline.client_documents import ClientDocuments
 from router.protocols.batches.batch import Batch
-from router.protocols.batches.files import Files
+from router.protocols.batches.files import FileInfo, Files
 from router.protocols.batches.lease import Leases
 from router.protocols.batches.lines import Line, Outcome, answered, check_lines, read_line
 from router.protocols.batches.upload import Form
@@ -267,7 +267,7 @@ async def test_of_a_long_line_only_its_beginning_is_held(monkeypatch: pytest.Mon
 
     files = Files(cast("ClientDocuments", None))
     monkeypatch.setattr(files, "contents", contents)
-    found = [text async for text in files.lines(cast("Cell", None), "", "f", 1000)]
+    found = [text async for text in files.lines(cast("Cell", None), "", FileInfo("f", len(data), 0, 0, "", ""), 1000)]
     assert [found[0], found[2]] == [b"ab", b"cd"]
     assert found[1].startswith(b"x" * 1001)
     assert len(found[1]) <= 1100
@@ -277,9 +277,8 @@ async def test_a_batch_whose_input_is_deleted_fails_and_keeps_finished_results(
     cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise it would end as completed, without the lines that were not read yet."""
-    monkeypatch.setattr("router.protocols.batches.files._CHUNK_BYTES", 1 << 14)
-    monkeypatch.setattr("router.protocols.batches.runner._PARTS_AT_ONCE", 1)
-    batch = await create(client, [line(f"line {i}") for i in range(1000)])
+    monkeypatch.setattr("router.protocols.batches.files._CHUNK_BYTES", 1 << 12)
+    batch = await create(client, [line(f"line {i}") for i in range(300)])
     await cluster.scheduler.until(lambda: len(cluster.scheduler.requests) == 8)
     await client.files.delete(batch.input_file_id)
     done: set[str] = set()
