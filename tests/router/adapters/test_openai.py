@@ -97,6 +97,27 @@ async def test_a_text_that_was_cut_off_ends_with_an_error_and_without_a_finish_r
         assert {choice.finish_reason for choice in choices} == {None}
 
 
+async def test_several_prompts_are_read_at_once_and_end_with_the_first_that_fails(
+    cluster: Cluster, router: Part, tokenizer: Tokenizer
+) -> None:
+    """A scheduler aborts a request that nothing reads for 30 seconds, however long the prompt before it takes."""
+    names = ["r-0", "r-1", "r-2"]
+    async with client_of(router) as client:
+        body: Any = {"model": "smollm2", "prompt": ["a", "b", "c"], "extra_body": {"request_id": "r"}}
+        call = asyncio.create_task(client.completions.create(**body))
+        feeds = cluster.scheduler.feeds
+        await cluster.scheduler.until(lambda: [sorted(feed.attached.values()) for feed in feeds] == [names])
+        cluster.scheduler.end("r-1", pb.FINISH_REASON_ERROR, error=ExecutionError("lost").to_proto())
+        with pytest.raises(openai.InternalServerError, match="lost"):
+            await call
+        await cluster.scheduler.until(lambda: sorted(cluster.scheduler.aborts) == ["r-0", "r-2"])
+        cluster.scheduler.requests.clear()
+        call = asyncio.create_task(client.completions.create(**body))
+        for name in reversed(names):
+            await answer(cluster, name, tokenizer.encode(f"text of {name}"))
+        assert [choice.text for choice in (await call).choices] == [f"text of {name}" for name in names]
+
+
 async def test_a_disconnect_aborts_the_request(cluster: Cluster, router: Part) -> None:
     async with client_of(router) as client:
         stream = await client.completions.create(
