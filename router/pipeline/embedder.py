@@ -211,7 +211,7 @@ class Embedder:
         """Apply `read` to the tensor `output` of each input; return the results and the total usage."""
         if len(inputs) > MAX_INPUTS:
             raise InvalidArgumentError(
-                f"has {len(inputs)} inputs; must have at most {MAX_INPUTS}", field=inputs[0].field.split("[")[0]
+                f"has {len(inputs)} inputs; must have at most {MAX_INPUTS}", field=inputs[-1].field.split("[")[0]
             )
         requests = list(_requests(base, inputs, output, is_kept=bool(key)))
         found: dict[int, _T] = {}

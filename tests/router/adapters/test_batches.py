@@ -72,7 +72,7 @@ async def rows(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str
     return [json.loads(row) for row in (await client.files.content(file_id)).text.splitlines()]
 
 
-async def test_files_are_stored_listed_read_and_deleted(client: openai.AsyncOpenAI) -> None:
+async def test_files_are_stored_listed_read_and_deleted(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
     data = bytes(range(256)) * 10_000  # the file has more than one chunk
     first = await client.files.create(file=("a.bin", data), purpose="user_data")
     second = await client.files.create(
@@ -94,6 +94,9 @@ async def test_files_are_stored_listed_read_and_deleted(client: openai.AsyncOpen
     with pytest.raises(openai.BadRequestError):
         await client.files.create(file=b"x" * (5 << 20), purpose="batch")
     assert [file.id async for file in client.files.list()] == [second.id]
+    cells = cluster.runners[0].cells
+    chunks = await ClientDocuments(cells, 30.0).waiting(cells.any(), "file_chunk", 100)
+    assert [chunk.id.partition("/")[0] for chunk in chunks] == [second.id]  # none is left of the refused files
 
 
 @pytest.mark.usefixtures("model")

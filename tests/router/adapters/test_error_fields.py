@@ -149,3 +149,15 @@ async def test_a_stream_that_fails(cluster: Cluster, router: Part) -> None:
         cluster.scheduler.end("r", reason=pb.FINISH_REASON_ERROR, error=error)
         *_, last = [event async for event in stream.events()]
     assert last["error"]["param"] == "guided_json"
+
+
+async def test_too_many_texts_are_named(client: openai.AsyncOpenAI) -> None:
+    texts = ["x"] * 2049
+    for path, fields, param in (
+        ("/rerank", {"query": "x", "documents": texts}, "documents"),
+        ("/score", {"text_1": "x", "text_2": texts}, "text_2"),
+        ("/embeddings", {"input": texts}, "input"),
+    ):
+        with pytest.raises(openai.BadRequestError) as raised:
+            await client.post(path, cast_to=object, body=fields)
+        assert raised.value.param == param
