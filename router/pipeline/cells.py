@@ -290,7 +290,7 @@ class Cells:
 
     async def abort(self, request_id: str, *, only_if_unread: bool = False) -> bool:
         """Abort a request in any cell; with `only_if_unread`, only if no client is reading it. Return whether it was
-        running. Raises MidstreamError if no cell has the request, and some cell did not respond.
+        running. Raises MidstreamError if it was running in none of the cells that responded, and some did not.
         """
         request = loads_pb2.AbortRequest(request_id=request_id, only_if_unread=only_if_unread)
         results = await asyncio.gather(
@@ -298,9 +298,10 @@ class Cells:
         )
         answers = [result for result in results if isinstance(result, loads_pb2.AbortResponse)]
         failures: list[MidstreamError] = [error_from_rpc(item) for item in results if isinstance(item, grpc.RpcError)]
-        if not answers and failures:
+        was_running = any(answer.was_running for answer in answers)
+        if failures and not was_running:
             raise failures[0]
-        return any(answer.was_running for answer in answers)
+        return was_running
 
     def _set_targets(self, targets: list[str]) -> None:
         for target in set(self.cells) - set(targets):
