@@ -43,7 +43,6 @@ from router.protocols.batches.lines import (
     read_line_soon,
     unanswered,
 )
-from router.protocols.long_json import render_long_json
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +53,8 @@ _PART_LINES = 32
 _MAX_HEAD_BYTES = 8 << 10
 # Maximum number of parts that run concurrently while the first of them still has unfinished lines.
 _PARTS_AT_ONCE = 4
+# No further parts are read while the unfinished ones have this many bytes.
+_MAX_READ_BYTES = 32 << 20
 _CHUNK_CHARACTERS = 1 << 20
 # Lower than the priority of all interactive requests, including `flex` (-50).
 PRIORITY = -75
@@ -210,7 +211,6 @@ class BatchRunner:
 
     async def call(self, batch: Batch, line: Line, is_over: Callable[[], bool]) -> Outcome | None:
         """Run a line; return None if the batch ended before the line was started."""
-        body = render_long_json(line.body)
         headers = {HEADER: f"{batch.id}/{line.number}"}
         delay, num_aborts = _FIRST_RETRY_S, 0
         while True:
@@ -218,7 +218,7 @@ class BatchRunner:
                 if is_over():
                     return None
                 current_background.set(Background(PRIORITY, batch.expires_at))
-                answer = await post(self._app, batch.endpoint, body, headers)
+                answer = await post(self._app, batch.endpoint, line.body, headers)
             num_aborts += answer.status == _ABORTED
             if answer.status not in _RETRIED or num_aborts > _MAX_ABORTS:
                 break
@@ -304,12 +304,15 @@ class _Run:
     async def run(self) -> None:
         self._look()
         parts: deque[tuple[list[Line], list[asyncio.Task[Outcome | None]]]] = deque()
-        watching = asyncio.create_task(self._watch())
+        watching, num_bytes = asyncio.create_task(self._watch()), 0
         try:
             async for lines in self._parts():
                 parts.append((lines, [asyncio.create_task(self._call(line)) for line in lines]))
-                if len(parts) >= _PARTS_AT_ONCE:
-                    await self._store(*parts.popleft())
+                num_bytes += sum(len(line.body) for line in lines)
+                while parts and (len(parts) >= _PARTS_AT_ONCE or num_bytes > _MAX_READ_BYTES):
+                    stored, tasks = parts.popleft()
+                    await self._store(stored, tasks)
+                    num_bytes -= sum(len(line.body) for line in stored)
             while parts:
                 await self._store(*parts.popleft())
         finally:

@@ -234,7 +234,7 @@ async def test_a_batch_whose_router_dies_is_taken_over(
 
 
 def test_a_failed_response_is_an_error_although_its_status_is_200() -> None:
-    batch, line = cast("Batch", SimpleNamespace(id="batch_a")), Line(0, "a", {})
+    batch, line = cast("Batch", SimpleNamespace(id="batch_a")), Line(0, "a", b"{}")
     failed: dict[str, object] = {"object": "response", "status": "failed", "error": {"message": "the deadline passed"}}
     assert answered(batch, line, 200, "resp_a", failed).is_error
     assert not answered(batch, line, 200, "resp_a", {"object": "response", "status": "incomplete"}).is_error
@@ -295,6 +295,23 @@ async def test_a_batch_whose_input_is_deleted_fails_and_keeps_finished_results(
             batch = await client.batches.retrieve(batch.id)
     assert (batch.status, [error.code for error in batch.errors.data]) == ("failed", ["input_file_deleted"])
     assert len(await rows(client, batch.output_file_id)) == batch.request_counts.completed == len(done) > 0
+
+
+async def test_the_lines_read_ahead_are_limited_by_their_size(
+    cluster: Cluster, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.protocols.batches.runner._MAX_READ_BYTES", 1000)
+    read: list[int] = []
+
+    async def noted(number: int, *arguments: Any) -> Line:
+        read.append(number)
+        return read_line(number, *arguments)
+
+    monkeypatch.setattr("router.protocols.batches.runner.read_line_soon", noted)
+    batch = await create(client, [line(f"line {i:02}") for i in range(100)])
+    await cluster.scheduler.until(lambda: len(cluster.scheduler.requests) == 8)
+    assert read == list(range(32))
+    await client.batches.cancel(batch.id)
 
 
 async def test_the_number_of_fields_of_a_form_is_limited() -> None:
