@@ -139,6 +139,18 @@ async def test_the_number_of_rows_is_limited(cluster: Cluster) -> None:
     assert await refusal(cluster, request) == "text_input: has 2049 rows; must have at most 2048"
 
 
+async def test_a_tensor_that_applies_to_all_rows_is_not_copied_without_limit(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.protocols.kserve.ensemble._MAX_COPIED_BYTES", 900)
+    request = infer_request("text_output", stop_words=("BYTES", b"x" * 250))
+    assert (await sent(cluster, request)).stopping.stop_words == ["x" * 250]
+    request.inputs[0].contents.bytes_contents[:] = [b"Hi"] * 4
+    request.inputs[0].shape[:] = [4, 1]
+    message = "stop_words: applies to 4 rows, and has 250 bytes; send fewer rows at a time"
+    assert await refusal(cluster, request) == message
+
+
 @pytest.mark.parametrize("streams", [False, True])
 async def test_an_aborted_request_is_an_error_and_not_a_short_text(
     cluster: Cluster, tokenizer: Tokenizer, streams: bool
