@@ -117,6 +117,8 @@ async def test_the_input_of_a_response_is_named(client: openai.AsyncOpenAI) -> N
     assert (await refusal(client, "/responses", {"input": long})).param == "input"
     image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
     seen = [{"role": "user", "content": [{"type": "input_text", "text": "x"}] * 2 + [image]}]
+    empty = [{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "input_text"}]}]
+    assert (await refusal(client, "/responses", {"input": empty})).param == "input[1].content[0].text"
     for path in ("/responses", "/responses/input_tokens"):
         assert (await refusal(client, path, {"input": seen})).param == "input[0].content[2].image_url"
 
