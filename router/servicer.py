@@ -5,24 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
 
+import grpc.aio
 from grpc.aio import ServicerContext
 
 from midstream import __version__
 from midstream.errors import InvalidArgumentError, UnsupportedError
+from midstream.rpc.errors import error_from_rpc
 from protos import generation_pb2 as pb
 from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
 from router.authentication import current_caller
 from router.permissions import Role
-from router.pipeline.cells import Cells
+from router.pipeline.cells import Cell, Cells
 from router.pipeline.embedder import Embedder, EmbedInput, Pooling, VectorShape
 from router.pipeline.generation import FrontDoor, Output
 from router.pipeline.idempotency import check_no_id, key_of, make_repeatable, request_id_of
 from router.pipeline.request_checks import check_adapter_path, check_model
 from router.status import StatusFeed
 
+_T = TypeVar("_T")
 _CALL_TIMEOUT_S = 10.0
 # Maximum number of tensor bytes in one response; by default, gRPC clients accept messages of up to 4 MiB.
 _MAX_TENSOR_BYTES = 2 << 20
@@ -108,9 +111,9 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         return self._model.to_proto(self._cells.any().features or ())
 
     async def GetServerInfo(self, request: loads_pb2.GetServerInfoRequest, context: object) -> loads_pb2.ServerInfo:
-        """Return the first cell's information, with the worker groups and detokenizers of all cells."""
-        calls = [cell.watch_stub.GetServerInfo(request, timeout=_CALL_TIMEOUT_S) for cell in self._cells.cells.values()]
-        first, *others = await asyncio.gather(*calls)
+        """Return the first cell's information, with the worker groups and detokenizers of all cells that respond."""
+        answers = await self._ask(lambda cell: cell.watch_stub.GetServerInfo(request, timeout=_CALL_TIMEOUT_S))
+        first, *others = answers.values()
         for other in others:
             first.worker_groups.extend(other.worker_groups)
             first.detokenizers.extend(other.detokenizers)
@@ -119,15 +122,29 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         return first
 
     async def GetLoads(self, request: loads_pb2.GetLoadsRequest, context: object) -> loads_pb2.GetLoadsResponse:
-        """Return the load of every cell."""
+        """Return the load of every cell that responds; the others get no requests either."""
         response = loads_pb2.GetLoadsResponse()
-        cells = list(self._cells.cells.values())
-        answers = await asyncio.gather(*(cell.watch_stub.GetLoads(request, timeout=_CALL_TIMEOUT_S) for cell in cells))
-        for cell, answer in zip(cells, answers, strict=True):
+        answers = await self._ask(lambda cell: cell.watch_stub.GetLoads(request, timeout=_CALL_TIMEOUT_S))
+        for cell, answer in answers.items():
             for load in answer.cells:
                 load.cell = load.cell or cell.name
                 response.cells.append(load)
         return response
+
+    async def _ask(self, call: Callable[[Cell], Awaitable[_T]]) -> dict[Cell, _T]:
+        """Return the answers of the cells that respond; there is at least one. Raises MidstreamError if none does."""
+        self._cells.any()
+        cells = list(self._cells.cells.values())
+        answers = await asyncio.gather(*map(call, cells), return_exceptions=True)
+        found: dict[Cell, _T] = {}
+        for cell, answer in zip(cells, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                found[cell] = answer
+            elif not isinstance(answer, grpc.aio.AioRpcError):
+                raise answer
+        if not found:
+            raise next(error_from_rpc(answer) for answer in answers if isinstance(answer, grpc.aio.AioRpcError))
+        return found
 
     async def GetIterationStats(
         self, request: stats_pb2.GetIterationStatsRequest, context: ServicerContext[Any, Any]
