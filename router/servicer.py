@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from grpc.aio import ServicerContext
 
 from midstream import __version__
 from midstream.errors import InvalidArgumentError, UnsupportedError
+from midstream.rpc.errors import error_from_rpc
 from protos import generation_pb2 as pb
 from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
 from router.authentication import current_caller
@@ -113,7 +113,8 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
 
     async def GetServerInfo(self, request: loads_pb2.GetServerInfoRequest, context: object) -> loads_pb2.ServerInfo:
         """Return the first cell's information, with the worker groups and detokenizers of all cells that respond."""
-        first, *others = await self._ask(lambda cell: cell.watch_stub.GetServerInfo(request, timeout=_CALL_TIMEOUT_S))
+        answers = await self._ask(lambda cell: cell.watch_stub.GetServerInfo(request, timeout=_CALL_TIMEOUT_S))
+        first, *others = answers.values()
         for other in others:
             first.worker_groups.extend(other.worker_groups)
             first.detokenizers.extend(other.detokenizers)
@@ -122,15 +123,29 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         return first
 
     async def GetLoads(self, request: loads_pb2.GetLoadsRequest, context: object) -> loads_pb2.GetLoadsResponse:
-        """Return the load of every cell that responds."""
-
-        async def loads_of(cell: Cell) -> list[loads_pb2.CellLoad]:
-            loads = (await cell.watch_stub.GetLoads(request, timeout=_CALL_TIMEOUT_S)).cells
-            for load in loads:
+        """Return the load of every cell that responds; the others get no requests either."""
+        response = loads_pb2.GetLoadsResponse()
+        answers = await self._ask(lambda cell: cell.watch_stub.GetLoads(request, timeout=_CALL_TIMEOUT_S))
+        for cell, answer in answers.items():
+            for load in answer.cells:
                 load.cell = load.cell or cell.name
-            return list(loads)
+                response.cells.append(load)
+        return response
 
-        return loads_pb2.GetLoadsResponse(cells=itertools.chain.from_iterable(await self._ask(loads_of)))
+    async def _ask(self, call: Callable[[Cell], Awaitable[_T]]) -> dict[Cell, _T]:
+        """Return the answers of the cells that respond; there is at least one. Raises MidstreamError if none does."""
+        self._cells.any()
+        cells = list(self._cells.cells.values())
+        answers = await asyncio.gather(*map(call, cells), return_exceptions=True)
+        found: dict[Cell, _T] = {}
+        for cell, answer in zip(cells, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                found[cell] = answer
+            elif not isinstance(answer, grpc.aio.AioRpcError):
+                raise answer
+        if not found:
+            raise next(error_from_rpc(answer) for answer in answers if isinstance(answer, grpc.aio.AioRpcError))
+        return found
 
     async def GetIterationStats(
         self, request: stats_pb2.GetIterationStatsRequest, context: ServicerContext[Any, Any]
@@ -213,15 +228,6 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
             for lora in response.loras:
                 lora.ClearField("path")
         return response
-
-    async def _ask(self, call: Callable[[Cell], Awaitable[_T]]) -> list[_T]:
-        """Return the responses of all cells that respond; raise the error of one if none does."""
-        self._cells.any()
-        results = await asyncio.gather(*map(call, self._cells.cells.values()), return_exceptions=True)
-        errors = [result for result in results if isinstance(result, BaseException)]
-        if len(errors) == len(results):
-            raise errors[0]
-        return [result for result in results if not isinstance(result, BaseException)]
 
 
 def _is_not_found(error: BaseException) -> bool:

@@ -20,18 +20,17 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
-from midstream.chunk import Chunk, FinishReason, Usage
+from midstream.chunk import Chunk, Usage
 from midstream.errors import (
-    AbortedError,
     ConfigError,
     ExecutionError,
     InvalidArgumentError,
-    MidstreamError,
     UnsupportedError,
 )
 from midstream.extras import join_tensors
 from protos import generation_pb2 as pb
 from router.pipeline.answers import Answers, answers_of
+from router.pipeline.concurrent import run_all
 from router.pipeline.generation import FrontDoor
 from router.pipeline.idempotency import keep
 
@@ -212,7 +211,7 @@ class Embedder:
         """Apply `read` to the tensor `output` of each input; return the results and the total usage."""
         if len(inputs) > MAX_INPUTS:
             raise InvalidArgumentError(
-                f"has {len(inputs)} inputs; must have at most {MAX_INPUTS}", field=inputs[0].field.split("[")[0]
+                f"has {len(inputs)} inputs; must have at most {MAX_INPUTS}", field=inputs[-1].field.split("[")[0]
             )
         requests = list(_requests(base, inputs, output, is_kept=bool(key)))
         found: dict[int, _T] = {}
@@ -225,15 +224,7 @@ class Embedder:
                 found[index] = await read(values, usage)
                 usages.append(usage)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(len(inputs), _NUM_CONCURRENT)):
-                    group.create_task(work())
-        except BaseExceptionGroup as errors:
-            failed = errors.subgroup(MidstreamError)
-            if failed is None:
-                raise
-            raise _first(failed) from None
+        await run_all(work() for _ in range(min(len(inputs), _NUM_CONCURRENT)))
         prompt, cached = sum(usage.prompt_tokens for usage in usages), sum(usage.cached_tokens for usage in usages)
         return [found[index] for index in range(len(inputs))], Usage(prompt, 0, cached)
 
@@ -246,13 +237,11 @@ class Embedder:
             async with await self.front.start(request, timeout_s, key, operation="embeddings") as stream:
                 while not stream.is_final:
                     chunks += await stream.take()
-            stream.raise_failure()
+            stream.raise_unfinished()
         except InvalidArgumentError as error:
             if error.field not in _INPUT_FIELDS:
                 raise
             raise type(error)(error.message, field=field) from None
-        if chunks[-1].finish_reason is FinishReason.ABORT:
-            raise AbortedError("the request was aborted")
         pieces = [piece for chunk in chunks if chunk.extras is not None for piece in chunk.extras.tensors]
         tensor = join_tensors(pieces).get(f"context_{output.name}" if output.gather_context else output.name)
         usage = chunks[-1].usage
@@ -292,11 +281,3 @@ def _mean(values: Vector, num_states: int) -> Vector:
     """Return the mean of vectors; each value is rounded only once."""
     width = len(values) // num_states
     return [math.fsum(values[column::width]) / num_states for column in range(width)]
-
-
-def _first(errors: BaseExceptionGroup[MidstreamError]) -> MidstreamError:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, MidstreamError)
-    return error

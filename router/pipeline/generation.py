@@ -26,14 +26,16 @@ import hashlib
 import logging
 import secrets
 import time
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from midstream.chunk import Chunk, FinishReason
 from midstream.errors import (
+    AbortedError,
     DeadlineError,
     ExecutionError,
     InvalidArgumentError,
@@ -501,6 +503,12 @@ class Output:
         if self._end.finish_reason is FinishReason.ERROR:
             raise self._end.error or ExecutionError("the request failed")
 
+    def raise_unfinished(self) -> None:
+        """Raise the request's error, or AbortedError if it was aborted; to be called after the final chunk."""
+        self.raise_failure()
+        if self._end is not None and self._end.finish_reason is FinishReason.ABORT:
+            raise AbortedError("the request was aborted")
+
     async def __aenter__(self) -> Output:
         return self
 
@@ -729,9 +737,12 @@ def _deadline(request: pb.GenerateRequest, timeout_s: float | None) -> float | N
 
 def _canceller() -> Callable[[], None]:
     task = asyncio.current_task()
+    # The traceback of an error that ends the task holds this function, so this must not hold the task.
+    known: Callable[[], asyncio.Task[Any] | None] = weakref.ref(task) if task is not None else lambda: None
 
     def cancel() -> None:
-        if task is not None:
-            task.cancel()
+        running = known()
+        if running is not None:
+            running.cancel()
 
     return cancel

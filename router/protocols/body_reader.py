@@ -25,6 +25,11 @@ class BodyReader:
         # Parsers need the GIL, so more threads would not be faster; the second one is for a second client.
         self._threads = FairThreads(2, "bodies", num_per_client=1)
 
+    @property
+    def max_bytes(self) -> int:
+        """Maximum size of a body."""
+        return self._budget.max_body_bytes
+
     async def read(self, request: Request, make: Callable[[Body], _T]) -> _T:
         """Return the result of `make` for the parsed body; long bodies are parsed in a thread. Raises
         InvalidArgumentError if the body is too large, or is not a JSON object, or OverloadedError if too many bytes of

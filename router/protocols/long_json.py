@@ -28,12 +28,32 @@ _Scan = Callable[[str, int], tuple[object, int]]
 
 
 def parse_long_json(data: bytes) -> object:
-    """Return the JSON value in `data`. Raises ValueError if `data` is not JSON, or has too many values or a
-    number that is too large for a float, or RecursionError if it is nested too deeply.
+    """Return the JSON value in `data`. Raises ValueError if `data` is not JSON or not valid text, or has too many
+    values or a number that is too large for a float, or RecursionError if it is nested too deeply.
     """
-    if data.count(b",") + data.count(b"[") + data.count(b"{") <= _MAX_SEPARATORS:
-        return json.loads(data, parse_constant=refuse_constant, parse_float=finite_float)
-    return _Decoder().decode(data.decode())
+    # `json.loads` itself would decode half of a surrogate pair.
+    text = data.decode(json.detect_encoding(data))
+    if text.count(",") + text.count("[") + text.count("{") <= _MAX_SEPARATORS:
+        value = json.loads(text, parse_constant=refuse_constant, parse_float=finite_float)
+    else:
+        value = _Decoder().decode(text)
+    if "\\ud" in text.lower():
+        _check_texts(value)
+    return value
+
+
+def _check_texts(value: object) -> None:
+    """Raise UnicodeEncodeError if any text in a JSON value has half of a surrogate pair, which JSON can escape."""
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            item.encode()
+        elif isinstance(item, list):
+            left += item
+        elif isinstance(item, dict):
+            left += item
+            left += item.values()
 
 
 def render_long_json(members: Mapping[str, object]) -> bytes:

@@ -57,6 +57,24 @@ def test_a_number_that_is_too_large_is_refused() -> None:
             parse_long_json(f"[{numbers}]".encode())
 
 
+@pytest.mark.parametrize("more", [0, 30_000])
+@pytest.mark.parametrize(
+    "text",
+    [b'"\xed\xa0\xbd"', b'"\xff"', b'"\\ud83d"', b'"\\uD83D\\u0041"', '"\\udc00"'.encode("utf-16")],
+)
+def test_half_of_a_surrogate_pair_is_refused(text: bytes, more: int) -> None:
+    """The standard parser would decode it, as bytes or as an escape."""
+    if more and text.startswith(b'"'):
+        text = b"[" + b'"", ' * more + text + b"]"
+    with pytest.raises(UnicodeError):
+        parse_long_json(text)
+
+
+def test_a_whole_surrogate_pair_and_other_encodings_are_accepted() -> None:
+    for text in (b'"\\ud83d\\ude00"', '"😀"'.encode(), '"😀"'.encode("utf-8-sig"), '"😀"'.encode("utf-16")):
+        assert parse_long_json(text) == "😀"
+
+
 def test_the_lock_is_held_for_a_small_piece_of_the_text_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, loads = [], json.loads
 

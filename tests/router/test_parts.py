@@ -21,6 +21,7 @@ from protos.loads_pb2 import CellLoad
 from router.pipeline.cell_metrics import CellMetrics
 from router.pipeline.cells import Cell, Cells
 from router.pipeline.streams import ClientStream
+from tests.detokenizer.scripted_scheduler import scripted_scheduler
 
 
 def cut(text: str, bounds: list[int]) -> list[Chunk]:
@@ -286,3 +287,16 @@ async def test_a_cell_stays_the_same_when_its_standby_takes_over(monkeypatch: py
     assert len(set(homes)) == 2
     running.cancel()
     await asyncio.wait([running])
+
+
+async def test_an_abort_fails_if_the_cell_that_may_have_the_request_does_not_respond() -> None:
+    """Otherwise a client would take the answer of another cell to mean that its request had ended."""
+    scheduler = scripted_scheduler()
+    cells = await make_cells(await scheduler.start(), "127.0.0.1:1")
+    scheduler.add("here")
+    assert await cells.abort("here")
+    with pytest.raises(UnavailableError):
+        await cells.abort("elsewhere")
+    for cell in cells.cells.values():
+        await cell.close()
+    await scheduler.stop()

@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from midstream.chunk import Chunk, FinishReason, Usage
-from midstream.errors import AbortedError, InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
+from midstream.chunk import Chunk, Usage
+from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
 from protos import generation_pb2 as pb
 from router.pipeline.generation import FrontDoor, Output
 from router.pipeline.idempotency import HEADER, check_key, make_repeatable, request_id_of
@@ -167,9 +167,9 @@ class _Reply(StreamedResponse):
         while not output.is_final:
             for chunk in await output.take():
                 self._writer.add(reader.read(chunk.text, is_final=chunk.is_sequence_final))
-        last = _end(output, chunk)
-        self._writer.end(last, self._stop_words, {})
-        return self._writer.message(*self._writer.stop(last, self._stop_words), self._usage(last))
+        output.raise_unfinished()
+        self._writer.end(chunk, self._stop_words, {})
+        return self._writer.message(*self._writer.stop(chunk, self._stop_words), self._usage(chunk))
 
     async def _stream(self, output: Output, reader: SequenceReader, events: EventStream) -> None:
         await events.write(_lines(self._writer.begin(self._job.conversation.num_prompt_tokens)))
@@ -178,8 +178,8 @@ class _Reply(StreamedResponse):
                 written = self._writer.add(reader.read(chunk.text, is_final=chunk.is_sequence_final))
                 if written:
                     await events.write(_lines(written))
-        last = _end(output, chunk)
-        await events.write(_lines(self._writer.end(last, self._stop_words, self._usage(last))), more=False)
+        output.raise_unfinished()
+        await events.write(_lines(self._writer.end(chunk, self._stop_words, self._usage(chunk))), more=False)
 
     def _usage(self, last: Chunk) -> Fields:
         return usage_fields(last.usage or Usage(), self._num_kept)
@@ -200,14 +200,6 @@ async def refuse(error: MidstreamError, scope: Scope, receive: Receive, send: Se
 
 def _lines(events: list[Fields]) -> str:
     return "".join(f"event: {event['type']}\ndata: {dump(event)}\n\n" for event in events)
-
-
-def _end(output: Output, chunk: Chunk) -> Chunk:
-    """Return the final chunk. Raises MidstreamError if the request failed."""
-    output.raise_failure()
-    if chunk.finish_reason is FinishReason.ABORT:
-        raise AbortedError("the request was aborted")
-    return chunk
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -125,14 +125,23 @@ class Files:
         async for chunk in self._documents.parts(cell, _CHUNK, owner, f"{file_id}/", _CHUNKS_AT_ONCE):
             yield chunk.data
 
-    async def lines(self, cell: Cell, owner: str, file_id: str) -> AsyncIterator[bytes]:
-        """Yield the lines of a file without line endings; blank lines are skipped."""
-        rest = b""
-        async for data in self.contents(cell, owner, file_id):
+    async def lines(self, cell: Cell, owner: str, info: FileInfo, limit: int) -> AsyncIterator[bytes]:
+        """Yield the lines of a file without line endings; blank lines are skipped. Of a line with more than `limit`
+        bytes, only the first `limit` + 1 are certain to be there.
+
+        Raises:
+            NotFoundError: The file was deleted before its end was read.
+        """
+        rest, num_bytes = b"", 0
+        async for data in self.contents(cell, owner, info.id):
+            num_bytes += len(data)
             *lines, rest = (rest + data).split(b"\n")
+            rest = rest[: limit + 1]
             for line in lines:
                 if line.strip():
                     yield line
+        if num_bytes < info.bytes:
+            raise NotFoundError(f"the file {info.id!r} was deleted")
         if rest.strip():
             yield rest
 

@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from midstream.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
 from router.authentication import current_caller
 from router.pipeline.client_documents import ClientDocuments
 from router.pipeline.idempotency import HEADER, check_key
@@ -68,9 +68,15 @@ class FilesApi:
                 pass
             else:
                 file_id = new_id(FILE_PREFIX)  # a second temporary file, to compare the contents
-        num_bytes, digest = await self._files.write(
-            cell, owner, file_id, contents, expires_at=created_at + self._ttl_s, limit=self._max_file_bytes
-        )
+        try:
+            num_bytes, digest = await self._files.write(
+                cell, owner, file_id, contents, expires_at=created_at + self._ttl_s, limit=self._max_file_bytes
+            )
+        except (MidstreamError, ClientDisconnect):
+            # Otherwise the chunks would be stored until the file would expire. With a key, another call may write them.
+            if not key or known is not None:
+                await self._files.delete(cell, owner, file_id)
+            raise
         purpose = form.fields.get("purpose", "")
         if known is not None:
             await self._files.delete(cell, owner, file_id)
@@ -78,11 +84,6 @@ class FilesApi:
                 raise InvalidArgumentError("was used with another file", field="Idempotency-Key")
             return JSONResponse(known.view())
         try:
-            unknown = sorted(form.fields.keys() - _FIELDS)
-            if unknown:
-                raise InvalidArgumentError("is not a field of this endpoint; leave it out", field=unknown[0][:128])
-            if purpose not in _PURPOSES:
-                raise InvalidArgumentError(f"must be one of {', '.join(_PURPOSES)}", field="purpose")
             expires_at = created_at + self._lifetime_s(form.fields)
         except InvalidArgumentError:
             await self._files.delete(cell, owner, file_id)
@@ -92,6 +93,12 @@ class FilesApi:
         return JSONResponse(info.view())
 
     def _lifetime_s(self, fields: dict[str, str]) -> int:
+        """Check the fields of a form; return for how long the file is stored."""
+        unknown = sorted(fields.keys() - _FIELDS)
+        if unknown:
+            raise InvalidArgumentError("is not a field of this endpoint; leave it out", field=unknown[0][:128])
+        if fields.get("purpose") not in _PURPOSES:
+            raise InvalidArgumentError(f"must be one of {', '.join(_PURPOSES)}", field="purpose")
         if _ANCHOR not in fields and _SECONDS not in fields:
             return self._ttl_s
         if fields.get(_ANCHOR) != "created_at":

@@ -34,19 +34,35 @@ from router.protocols.batches.batch import ENDED, Batch, Batches
 from router.protocols.batches.calls import post
 from router.protocols.batches.files import FileInfo, Files
 from router.protocols.batches.lease import Lease, Leases
-from router.protocols.batches.lines import Line, Outcome, answered, check_lines, has_failed, read_line, unanswered
+from router.protocols.batches.lines import (
+    Line,
+    Outcome,
+    answered,
+    check_lines,
+    has_failed,
+    read_line_soon,
+    unanswered,
+)
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 _MAX_BATCHES = 16
 _PART_LINES = 32
+# Maximum size of a line besides its body.
+_MAX_HEAD_BYTES = 8 << 10
 # Maximum number of parts that run concurrently while the first of them still has unfinished lines.
 _PARTS_AT_ONCE = 4
+# No further parts are read while the unfinished ones have this many bytes.
+_MAX_READ_BYTES = 32 << 20
 _CHUNK_CHARACTERS = 1 << 20
 # Lower than the priority of all interactive requests, including `flex` (-50).
 PRIORITY = -75
-_RETRIED = frozenset({408, 429, 499, 503})
+_ABORTED = 499
+_RETRIED = frozenset({408, 429, _ABORTED, 503})
+# How often a line is repeated whose request, or a call to the scheduler, was aborted. If it was the request, the line's
+# key names that request forever.
+_MAX_ABORTS = 2
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
 # Maximum time for running lines to finish when a batch is cancelled.
 _CANCEL_GRACE_S = 10.0
@@ -70,6 +86,7 @@ class BatchRunner:
         caller_of: Callable[[str], Caller | None],
         *,
         max_lines: int,
+        max_body_bytes: int,
     ) -> None:
         """Prepare the runner; `run` runs the batches.
 
@@ -77,6 +94,7 @@ class BatchRunner:
             draining: Set when this router accepts no more work.
             caller_of: Returns a batch's owner by name; None if the owner is no longer authorized.
             max_lines: Maximum concurrent lines of all batches.
+            max_body_bytes: Maximum size of the body of a call.
         """
         self._app = app
         self._cells = cells
@@ -86,6 +104,7 @@ class BatchRunner:
         self._draining = draining
         self._caller_of = caller_of
         self._slots = asyncio.Semaphore(max_lines)
+        self._max_line_bytes = max_body_bytes + _MAX_HEAD_BYTES
         self._running: dict[str, asyncio.Task[None]] = {}
         self._num_running: Gauge = metrics.gauge("num_running_batches", "Batches that this router runs.")
         self._num_running.set_function(lambda: len(self._running))
@@ -152,25 +171,24 @@ class BatchRunner:
         if batch.status in ENDED:
             return
         try:
-            input_cell, _ = await self._files.get(lease.owner, batch.input_file_id)
-            lines = partial(self._files.lines, input_cell, lease.owner, batch.input_file_id)
+            input_cell, info = await self._files.get(lease.owner, batch.input_file_id)
+            lines = partial(self._files.lines, input_cell, lease.owner, info, self._max_line_bytes)
             if batch.status == "validating":
                 batch = await self._validate(lease, lines())
-            if batch.status == "failed":
+            if batch.status in ENDED:
                 return
             if Role.GENERATE not in current_caller.get().roles:
                 error = {"code": "permission_denied", "message": "the client is no longer allowed to run requests"}
                 await self._fail(lease, [{**error, "param": None, "line": None}])
                 return
+            await _Run(self, lease, batch, lines).run()
         except NotFoundError:
             error = {"code": "input_file_deleted", "message": "no longer exists", "param": "input_file_id"}
             await self._fail(lease, [{**error, "line": None}])
-            return
-        await _Run(self, lease, batch, lines).run()
 
     async def _validate(self, lease: Lease, lines: AsyncIterator[bytes]) -> Batch:
         _, batch = await self._batches.get(lease.owner, lease.batch_id)
-        count, errors = await check_lines(lines, batch.endpoint)
+        count, errors = await check_lines(lines, batch.endpoint, self._max_line_bytes)
         if errors:
             return await self._fail(lease, errors)
 
@@ -182,25 +200,27 @@ class BatchRunner:
         return await self._batches.update(lease.owner, lease.batch_id, begin)
 
     async def _fail(self, lease: Lease, errors: list[dict[str, object]]) -> Batch:
-        def fail(batch: Batch) -> None:
+        """End a batch with errors; it keeps the results of the lines that have run."""
+
+        def note(batch: Batch) -> None:
             if batch.status not in ENDED:
                 batch.errors = {"object": "list", "data": errors}
-                batch.enter("failed")
 
-        return await self._batches.update(lease.owner, lease.batch_id, fail)
+        batch = await self._batches.update(lease.owner, lease.batch_id, note)
+        return await self.finish(lease, batch, "failed")
 
     async def call(self, batch: Batch, line: Line, is_over: Callable[[], bool]) -> Outcome | None:
         """Run a line; return None if the batch ended before the line was started."""
-        body = json.dumps(line.body).encode()
         headers = {HEADER: f"{batch.id}/{line.number}"}
-        delay = _FIRST_RETRY_S
+        delay, num_aborts = _FIRST_RETRY_S, 0
         while True:
             async with self._slots:
                 if is_over():
                     return None
                 current_background.set(Background(PRIORITY, batch.expires_at))
-                answer = await post(self._app, batch.endpoint, body, headers)
-            if answer.status not in _RETRIED:
+                answer = await post(self._app, batch.endpoint, line.body, headers)
+            num_aborts += answer.status == _ABORTED
+            if answer.status not in _RETRIED or num_aborts > _MAX_ABORTS:
                 break
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LAST_RETRY_S)
@@ -242,8 +262,8 @@ class BatchRunner:
         """Return the batch as stored now."""
         return (await self._batches.get(lease.owner, lease.batch_id))[1]
 
-    async def finish(self, lease: Lease, batch: Batch, ended: str) -> None:
-        """Create the output files of a batch once all its parts are stored, and end the batch."""
+    async def finish(self, lease: Lease, batch: Batch, ended: str) -> Batch:
+        """Create the output files of a batch once all its parts are stored, and end the batch; return it."""
 
         def finalize(batch: Batch) -> None:
             if batch.status == "in_progress" and ended == "completed":
@@ -265,7 +285,7 @@ class BatchRunner:
                 batch.error_file_id = batch.error_id if batch.num_error_bytes else None
                 batch.enter("cancelled" if batch.status == "cancelling" else ended)
 
-        await self._batches.update(lease.owner, batch.id, end)
+        return await self._batches.update(lease.owner, batch.id, end)
 
 
 class _Run:
@@ -279,16 +299,20 @@ class _Run:
         self._batch = batch
         self._lines = lines
         self._ended = ""  # cancelled or expired, before the last line
+        self._lost_input: NotFoundError | None = None  # raised once the lines that were read have run
 
     async def run(self) -> None:
         self._look()
         parts: deque[tuple[list[Line], list[asyncio.Task[Outcome | None]]]] = deque()
-        watching = asyncio.create_task(self._watch())
+        watching, num_bytes = asyncio.create_task(self._watch()), 0
         try:
             async for lines in self._parts():
                 parts.append((lines, [asyncio.create_task(self._call(line)) for line in lines]))
-                if len(parts) >= _PARTS_AT_ONCE:
-                    await self._store(*parts.popleft())
+                num_bytes += sum(len(line.body) for line in lines)
+                while parts and (len(parts) >= _PARTS_AT_ONCE or num_bytes > _MAX_READ_BYTES):
+                    stored, tasks = parts.popleft()
+                    await self._store(stored, tasks)
+                    num_bytes -= sum(len(line.body) for line in stored)
             while parts:
                 await self._store(*parts.popleft())
         finally:
@@ -297,18 +321,24 @@ class _Run:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(watching, *tasks, return_exceptions=True)
+        if self._lost_input is not None and not self._ended:
+            raise self._lost_input
         await self._runner.finish(self._lease, self._batch, self._ended or "completed")
 
     async def _parts(self) -> AsyncIterator[list[Line]]:
         part: list[Line] = []
         number, first = 0, self._batch.num_parts * _PART_LINES
-        async for data in self._lines():
-            if number >= first:
-                part.append(read_line(number, data, self._batch.endpoint))
-            number += 1
-            if len(part) == _PART_LINES:
-                yield part
-                part = []
+        try:
+            async for data in self._lines():
+                if number >= first:
+                    part.append(await read_line_soon(number, data, self._batch.endpoint))
+                number += 1
+                if len(part) == _PART_LINES:
+                    yield part
+                    part = []
+        except NotFoundError as error:
+            self._lost_input = error
+            return
         if part:
             yield part
 

@@ -48,5 +48,16 @@ def batch_service(
     files, batches, leases = Files(documents), Batches(documents), Leases(documents)
     files_api = FilesApi(documents, files, draining, max_file_bytes=max_file_bytes, ttl_s=file_ttl_s)
     batches_api = BatchesApi(documents, files, batches, leases, bodies, draining, file_ttl_s)
-    runner = BatchRunner(app, cells, files, batches, leases, draining, metrics, caller_of, max_lines=max_lines)
+    runner = BatchRunner(
+        app,
+        cells,
+        files,
+        batches,
+        leases,
+        draining,
+        metrics,
+        caller_of,
+        max_lines=max_lines,
+        max_body_bytes=bodies.max_bytes,
+    )
     return BatchService([*files_api.routes(), *batches_api.routes()], runner)

@@ -11,6 +11,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from midstream.errors import InvalidArgumentError
 
 _MAX_FIELDS, _MAX_FIELD_BYTES = 16, 1024
+_TOO_MUCH = f"the form has more than {_MAX_FIELDS} fields, or one of more than {_MAX_FIELD_BYTES} bytes"
 _FILE = b"file"
 
 
@@ -31,6 +32,7 @@ class Form:
         self._header, self._value = b"", b""
         self._field = bytearray()
         self._new = bytearray()
+        self._num_parts = 0
         self._is_over = False
         self._parser = MultipartParser(boundary, self._callbacks())
 
@@ -63,6 +65,9 @@ class Form:
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
         self._name = options.get(b"name", b"")
         self._field.clear()
+        self._num_parts += 1
+        if self._num_parts > _MAX_FIELDS:
+            raise InvalidArgumentError(_TOO_MUCH)
         if self._name == _FILE:
             if self.has_file:
                 raise InvalidArgumentError("must be one file", field="file")
@@ -74,8 +79,8 @@ class Form:
             self._new += data[start:end]
             return
         self._field += data[start:end]
-        if len(self._field) > _MAX_FIELD_BYTES or len(self.fields) >= _MAX_FIELDS:
-            raise InvalidArgumentError("the form has too many fields, or a field is too long")
+        if len(self._field) > _MAX_FIELD_BYTES:
+            raise InvalidArgumentError(_TOO_MUCH)
 
     def _end_part(self) -> None:
         if self._name != _FILE:

@@ -26,6 +26,10 @@ _GUIDE_TYPES = {
     "ebnf_grammar": pb.GUIDE_TYPE_EBNF_GRAMMAR,
 }
 
+# Maximum number of rows of a batch, each of which is a request.
+_MAX_ROWS = 2048
+# Maximum number of bytes that a tensor without rows of its own takes in all requests of a batch.
+_MAX_COPIED_BYTES = 256 << 20
 Fill = Callable[[pb.GenerateRequest, InputTensor], None]
 
 
@@ -242,7 +246,8 @@ def num_rows(inputs: Mapping[str, InputTensor]) -> int:
     """Return the batch size: the number of rows of text_input.
 
     Raises:
-        InvalidArgumentError: text_input is missing or empty.
+        InvalidArgumentError: text_input is missing or empty, or has too many rows, or a tensor would be copied for too
+            many of them.
     """
     if "text_input" not in inputs:
         raise InvalidArgumentError("must be given", field="text_input")
@@ -250,6 +255,12 @@ def num_rows(inputs: Mapping[str, InputTensor]) -> int:
     rows = shape[0] if len(shape) > 1 else 1
     if not rows or not inputs["text_input"].values:
         raise InvalidArgumentError("must not be empty", field="text_input")
+    if rows > _MAX_ROWS:
+        raise InvalidArgumentError(f"has {rows} rows; must have at most {_MAX_ROWS}", field="text_input")
+    for tensor in inputs.values():
+        if rows > 1 and tensor.row(0, rows) is tensor and tensor.num_bytes * rows > _MAX_COPIED_BYTES:
+            reason = f"applies to {rows} rows, and has {tensor.num_bytes} bytes; send fewer rows at a time"
+            raise InvalidArgumentError(reason, field=tensor.name)
     return rows
 
 

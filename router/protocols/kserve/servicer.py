@@ -32,6 +32,7 @@ from midstream.errors import (
 )
 from protos import kserve_pb2 as pb
 from protos import kserve_pb2_grpc
+from router.pipeline.concurrent import run_all
 from router.pipeline.generation import FrontDoor
 from router.pipeline.idempotency import key_of, make_repeatable, request_id_of
 from router.pipeline.prompt import PromptBuilder
@@ -52,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 _ALIAS = "ensemble"
 _VERSION = "1"
+_FAILURES = (FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.ERROR)
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 _TYPES = {"BYTES": pb.TYPE_STRING}
 # Maximum number of responses queued for a slow reader of a stream, in addition to each request's own pending output.
@@ -139,18 +141,13 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             rows = num_rows(inputs)
             key = key_of(context.invocation_metadata() or ())
             left_s = context.time_remaining()
-            work = [self._collect(request, inputs, index, rows, left_s, key) for index in range(rows)]
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(item) for item in work]
-        except BaseExceptionGroup as errors:
-            self._count(started, failed=True)
-            raise _first(errors) from None
-        except MidstreamError:
+            results = await run_all(self._collect(request, inputs, index, rows, left_s, key) for index in range(rows))
+        except Exception:
             self._count(started, failed=True)
             raise
         self._count(started, failed=False)
         response = self._response(request)
-        fill_outputs(response, [t for t in whole_outputs([task.result() for task in tasks]) if t.name in wanted])
+        fill_outputs(response, [t for t in whole_outputs(results) if t.name in wanted])
         return response
 
     async def ModelStreamInfer(
@@ -196,17 +193,17 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         try:
             inputs, wanted = self._read(request)
             rows = num_rows(inputs)
-            async with asyncio.TaskGroup() as group:
-                for index in range(rows):
-                    group.create_task(self._stream_row(request, inputs, index, rows, wanted, responses, timeout_s))
-        except* Exception as errors:  # must not fail the stream's other requests
+            await run_all(
+                self._stream_row(request, inputs, index, rows, wanted, responses, timeout_s) for index in range(rows)
+            )
+        except Exception as error:  # must not fail the stream's other requests
             self._count(started, failed=True)
-            error = _first(errors)
+            shown = error
             if not isinstance(error, MidstreamError):
-                logger.error("unexpected error in a stream", exc_info=error)
-                error = ExecutionError("internal error; the log has its details")
+                logger.exception("unexpected error in a stream")
+                shown = ExecutionError("internal error; the log has its details")
             response.parameters[FINAL].bool_param = True
-            await responses.put(pb.ModelStreamInferResponse(error_message=str(error), infer_response=response))
+            await responses.put(pb.ModelStreamInferResponse(error_message=str(shown), infer_response=response))
         else:
             self._count(started, failed=False)
             if rows > 1 or request.parameters[_EMPTY_FINAL].bool_param:
@@ -232,11 +229,13 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             async with await self._front.start(native, timeout_s) as output:
                 while not output.is_final:
                     for chunk in await output.take():
-                        if chunk.finish_reason in (FinishReason.ERROR, FinishReason.DEADLINE):
-                            continue  # the error follows
+                        has_failed = chunk.finish_reason in _FAILURES  # the error follows
+                        if has_failed and not chunk.text:
+                            continue
                         tensors = [tensor for tensor in piece_outputs(chunk, index) if tensor.name in wanted]
-                        await responses.put(pieces.make(tensors, is_final=last_is_marked and chunk.is_final))
-            output.raise_failure()
+                        is_final = last_is_marked and chunk.is_final and not has_failed
+                        await responses.put(pieces.make(tensors, is_final=is_final))
+            output.raise_unfinished()
 
     async def _collect(
         self,
@@ -260,7 +259,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                 while not output.is_final:
                     for chunk in await output.take():
                         result.add(chunk)
-            output.raise_failure()
+            output.raise_unfinished()
         return result
 
     def _read(self, request: pb.ModelInferRequest) -> tuple[dict[str, InputTensor], frozenset[str]]:
@@ -306,11 +305,3 @@ def _request_id(request: pb.ModelInferRequest, index: int, rows: int) -> str:
 
 def _data_type(datatype: str) -> pb.DataType.ValueType:
     return _TYPES.get(datatype) or pb.DataType.Value(f"TYPE_{datatype}")
-
-
-def _first(errors: BaseExceptionGroup[Any]) -> BaseException:
-    """Return the first error in an exception group; one failed row fails the whole batch."""
-    first: BaseException = errors.exceptions[0]
-    while isinstance(first, BaseExceptionGroup):
-        first = first.exceptions[0]
-    return first

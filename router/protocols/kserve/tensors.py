@@ -56,6 +56,13 @@ class InputTensor:
     values: Sequence[Value]
     data: bytes = b""
 
+    @property
+    def num_bytes(self) -> int:
+        """Approximate size."""
+        if self.datatype == "BYTES":
+            return sum(len(value) for value in self.values if isinstance(value, bytes))
+        return len(self.data) + 4 * len(self.values)
+
     def row(self, index: int, num_rows: int) -> InputTensor:
         """Return one row of the batch; a tensor without a batch dimension, or with only one row, applies to all rows.
 

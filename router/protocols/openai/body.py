@@ -28,9 +28,6 @@ class Body:
         """Parse the object in `data`. Raises InvalidArgumentError if `data` is not JSON, or not an object."""
         try:
             value = parse_long_json(data)
-            # A lone surrogate is valid JSON, but not valid text.
-            if b"\\ud" in data.lower():
-                check_texts(value)
         except (ValueError, RecursionError) as error:
             raise InvalidArgumentError(f"the body is not JSON: {error}") from None
         if not isinstance(value, dict):
@@ -141,20 +138,6 @@ class Body:
 
     def _refuse(self, name: str, expected: str) -> NoReturn:
         raise InvalidArgumentError(f"must be {expected}", field=self.path(name))
-
-
-def check_texts(value: object) -> None:
-    """Raise UnicodeEncodeError if any text in a JSON value is not valid text."""
-    left = [value]
-    while left:
-        item = left.pop()
-        if isinstance(item, str):
-            item.encode()
-        elif isinstance(item, list):
-            left += item
-        elif isinstance(item, dict):
-            left += item
-            left += item.values()
 
 
 def token_ids(values: list[object], field: str) -> list[int]:

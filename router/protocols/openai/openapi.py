@@ -51,6 +51,10 @@ _TEXT_BLOCK = _object({"type": {"const": "text"}, "text": _TEXT}, "type", "text"
 _EFFORT: Part = {"enum": list(EFFORTS)}
 _TOOL_CHOICE = _any({"enum": ["none", "auto", "required"]}, _OBJECT)
 _SERVICE_TIER: Part = {"enum": list(TIERS)}
+_CACHING: Part = {
+    "prompt_cache_retention": {"enum": ["in_memory", "24h"]},
+    "prompt_cache_options": _object({"ttl": {"enum": ["30m", "12h"]}}),
+}
 _STOP_WORD: Part = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_WORD_CHARACTERS}
 
 
@@ -79,15 +83,13 @@ def document(model: ModelFolder) -> Part:
         "max_completion_tokens": _integer(1, 0xFFFFFFFF),
         "logprobs": _FLAG,
         "top_logprobs": _integer(0, MAX_LOG_PROBS),
+        "prediction": _object({"type": {"const": "content"}, "content": _any(_TEXT, _array(_TEXT_BLOCK))}, "type"),
         "tools": _array({"$ref": "#/components/schemas/Tool"}),
         "tool_choice": _TOOL_CHOICE,
         "parallel_tool_calls": _FLAG,
         "reasoning_effort": _EFFORT,
-        "service_tier": _SERVICE_TIER,
-        "prompt_cache_retention": {"enum": ["in_memory", "24h"]},
-        "prompt_cache_options": _object({"ttl": {"enum": ["30m", "12h"]}}),
+        **_CACHING,
         "prompt_cache_key": _TEXT,
-        "safety_identifier": _NAME,
         "metadata": _OBJECT,
         "add_generation_prompt": _FLAG,
         "continue_final_message": _FLAG,
@@ -105,13 +107,23 @@ def document(model: ModelFolder) -> Part:
         {"name": n, "in": "path", "required": True, "schema": _SOME_TEXT}
         for n in ("name", "response_id", "file_id", "batch_id")
     )
+    included = [_query(name, _array(_TEXT), "Has no effect.") for name in ("include", "include[]")]
     stored = (
         response_id,
-        {"name": "stream", "in": "query", "schema": _FLAG},
-        {"name": "starting_after", "in": "query", "schema": _integer(0, 10**9 - 1)},
+        _query("stream", _FLAG),
+        _query("starting_after", _integer(0, 10**9 - 1)),
+        _query("include_obfuscation", _FLAG, "Has no effect: events are not padded."),
+        *included,
     )
-    order = {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}}
-    purpose = {"name": "purpose", "in": "query", "schema": _TEXT}
+    order, purpose = _query("order", {"enum": ["asc", "desc"]}), _query("purpose", _TEXT)
+    lifecycle = {"enum": ["active", "deprecated", "retired"]}
+    models = (
+        {**version, "required": False, "description": "Lists models in the format of Anthropic's API, in pages."},
+        _query("limit", _integer(1, 1000), "With anthropic-version, as are the others."),
+        _query("after_id", _TEXT, "Id of the last item of the previous page."),
+        _query("before_id", _TEXT, "Id of the first item of the next page."),
+        _query("lifecycle", _array(lifecycle), "Stages of the models; active and deprecated by default."),
+    )
     messages = _messages_fields(names)
     counted = {name: messages[name] for name in ("model", "messages", "system", "tools", "tool_choice", "thinking")}
     tokenize = {"model": names, "prompt": _SOME_TEXT, "messages": chat["messages"], "tools": chat["tools"]}
@@ -143,7 +155,7 @@ def document(model: ModelFolder) -> Part:
         },
         "/v1/responses/{response_id}/cancel": {"post": _get("Cancel a background response.") | _with(response_id)},
         "/v1/responses/{response_id}/input_items": {
-            "get": _get("The input items of a response.") | _with(response_id, *_page(100), order)
+            "get": _get("The input items of a response.") | _with(response_id, *_page(100), order, *included)
         },
         **_embedding_paths(names, inputs(2048)),
         "/v1/files": {
@@ -163,9 +175,17 @@ def document(model: ModelFolder) -> Part:
         "/v1/batches/{batch_id}/cancel": {"post": _get("Cancel a batch.") | _with(batch_id)},
         "/tokenize": {"post": _post("Token ids of a text or a conversation.", tokenize, [])},
         "/detokenize": {"post": _post("The text of token ids.", detokenize, ["tokens"])},
-        "/v1/models": {"get": _get("The model and its loaded adapters.")},
-        "/v1/models/{name}": {"get": _get("A model or adapter by name.") | _with(name)},
+        "/v1/models": {"get": _get("The model and its loaded adapters.") | _with(*models)},
+        "/v1/models/{name}": {"get": _get("A model or adapter by name.") | _with(name, models[0])},
+        "/ledger": {
+            "get": _get("The usage record of ended requests, for admins.")
+            | _with(
+                _query("cell", _TEXT, "Required if there are several cells."),
+                _query("after", _TEXT, "`next_after` of the previous page."),
+            )
+        },
         "/health": {"get": _get("Health of this router; 503 if it cannot serve requests.")},
+        "/live": {"get": _get("Whether this process makes progress; 503 if it must be restarted.")},
         "/metrics": {"get": _get("Prometheus' metrics.", "text/plain")},
         "/openapi.json": {"get": _get("This document.")},
     }
@@ -217,6 +237,10 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
             "type",
         ),
         **{f"guided_{name}": schema for name, schema in guided.items()},
+        "guided_json_object": _FLAG,
+        "use_beam_search": _FLAG,
+        "length_penalty": {"type": "number"},
+        "safety_identifier": _NAME,
         "structured_outputs": _object({**guided, "json_object": _FLAG}),
         "detached": _FLAG,
     }
@@ -230,6 +254,7 @@ def _request_fields(names: Part) -> Part:
         "request_id": _NAME,
         "cache_salt": _NAME,
         "priority": _integer(-100, 100),
+        "service_tier": _SERVICE_TIER,
         "timeout_ms": _integer(1, 1 << 53),
     }
 
@@ -255,7 +280,7 @@ def _embedding_paths(names: Part, inputs: Part) -> Part:
         "dimensions": _integer(1, 1 << 20),
         "normalize": _FLAG,
     }
-    scored = {**common, "text_1": either, "text_2": either}
+    scored = {**common, "text_1": either, "text_2": either, "queries": either, "documents": either}
     ranked = {
         **common,
         "query": _SOME_TEXT,
@@ -265,7 +290,13 @@ def _embedding_paths(names: Part, inputs: Part) -> Part:
     }
     return {
         "/v1/embeddings": {"post": _post("Embeddings of texts.", vectors, ["input"])},
-        "/score": {"post": _post("Similarities of texts (also /v1/score).", scored, ["text_1", "text_2"])},
+        "/score": {
+            "post": _post(
+                "Similarities of texts: `text_1` and `text_2`, or `queries` and `documents` (also /v1/score).",
+                scored,
+                [],
+            )
+        },
         "/rerank": {
             "post": _post(
                 "Sort documents by their similarity to a query (also /v1/rerank, /v2/rerank).",
@@ -293,7 +324,9 @@ def _responses_fields(names: Part) -> Part:
         "reasoning": _object({"effort": _EFFORT}),
         "include": _array(_TEXT),
         "metadata": {"type": "object", "additionalProperties": {"type": "string", "maxLength": 512}},
+        **_CACHING,
         "service_tier": _SERVICE_TIER,
+        "safety_identifier": _NAME,
         "user": _NAME,
     }
 
@@ -351,13 +384,12 @@ _ERROR = _object(
 
 def _page(max_items: int) -> tuple[Part, Part]:
     """Return the query parameters of a list."""
-    after = {
-        "name": "after",
-        "in": "query",
-        "schema": _TEXT,
-        "description": "Id of the last item of the previous page.",
-    }
-    return after, {"name": "limit", "in": "query", "schema": _integer(1, max_items)}
+    return _query("after", _TEXT, "Id of the last item of the previous page."), _query("limit", _integer(1, max_items))
+
+
+def _query(name: str, schema: Part, description: str = "") -> Part:
+    """Return an optional query parameter."""
+    return {"name": name, "in": "query", "schema": schema} | ({"description": description} if description else {})
 
 
 def _with(*parameters: Part) -> Part:

@@ -6,7 +6,6 @@ Last-Event-ID, to any router, the stream resumes.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import cached_property, partial
@@ -16,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from midstream.chunk import Chunk, PerfMetrics, Usage
 from midstream.errors import InvalidArgumentError, MidstreamError
 from protos import generation_pb2 as pb
+from router.pipeline.concurrent import run_all
 from router.pipeline.generation import FrontDoor, Output, Prepare
 from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.prompt import PromptBuilder, PromptOptions
@@ -95,9 +95,7 @@ class Reply(StreamedResponse):
                     output = await self._front.start(request, None, self._job.key, self._preparation(request))
                 outputs.append(await stack.enter_async_context(output))
         except MidstreamError:
-            # If one request fails, the others are useless, unless the client retries with its key.
-            for output in [] if self._job.key else outputs:
-                self._front.abort_soon(output.request_id)
+            self._abort(outputs)
             raise
         return outputs
 
@@ -129,14 +127,7 @@ class Reply(StreamedResponse):
 
     async def _whole(self, outputs: list[Output]) -> Mapping[str, object]:
         choices: list[dict[str, object]] = []
-        for number, output in enumerate(outputs):
-            sequences: dict[int, Chunk] = {}
-            while not output.is_final:
-                for chunk in await self._take(number, output):
-                    known = sequences.setdefault(chunk.sequence_index, chunk)
-                    if known is not chunk:
-                        known.append(chunk)
-            output.raise_failure()
+        for number, sequences in enumerate(await self._sequences(outputs)):
             ordered = [sequences[index] for index in sorted(sequences)]
             prompt = self._prompt_fields(number, ordered[0])
             if len(ordered) > self._job.num_choices:
@@ -147,6 +138,35 @@ class Reply(StreamedResponse):
         shared = prompt if self._job.shape.is_prompt_shared else {}
         await self._count_reasoning()
         return {**self._envelope(self._job.shape.name), "choices": choices, "usage": self._usage(), **shared}
+
+    async def _sequences(self, outputs: list[Output]) -> list[dict[int, Chunk]]:
+        """Return the complete sequences of each prompt, by index."""
+        if len(outputs) == 1:
+            return [await self._read(0, outputs[0])]
+        try:
+            # A scheduler aborts requests that nothing reads for a while, so all of them are read at once.
+            return await run_all(self._read(number, output) for number, output in enumerate(outputs))
+        except MidstreamError:
+            self._abort(outputs)
+            raise
+
+    async def _read(self, number: int, output: Output) -> dict[int, Chunk]:
+        sequences: dict[int, Chunk] = {}
+        while not output.is_final:
+            for chunk in await self._take(number, output):
+                known = sequences.setdefault(chunk.sequence_index, chunk)
+                if known is not chunk:
+                    known.append(chunk)
+        output.raise_unfinished()
+        return sequences
+
+    def _abort(self, outputs: list[Output]) -> None:
+        """Abort the other requests of a job after one has failed: they are useless, unless the client retries with its
+        key.
+        """
+        for output in [] if self._job.key else outputs:
+            if not output.is_final:
+                self._front.abort_soon(output.request_id)
 
     def _prompt_fields(self, number: int, first: Chunk | None) -> dict[str, object]:
         """Return the fields about a prompt; its log probabilities are in the first sequence."""
@@ -162,14 +182,9 @@ class Reply(StreamedResponse):
         if len(outputs) == 1:
             await self._relay(0, outputs[0], events)
         else:
-            relays = [asyncio.create_task(self._relay(i, output, events)) for i, output in enumerate(outputs)]
-            try:
-                await asyncio.gather(*relays)
-            finally:
-                for relay in relays:
-                    relay.cancel()
+            await run_all(self._relay(i, output, events) for i, output in enumerate(outputs))
         for output in outputs:
-            output.raise_failure()
+            output.raise_unfinished()
         if self._job.includes_usage:
             await self._count_reasoning()
             await self._event(events, 0, None)

@@ -16,6 +16,7 @@ from router.protocols.conversation import Conversation, SequenceReader
 Spell = Callable[[int], bytes]
 # JSON has no infinity; OpenAI and vLLM report this value for impossible tokens.
 _LOWEST_LOG_PROB = -9999.0
+_FAILURES = (FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.ERROR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,11 @@ class Details:
     stop_token_ids: frozenset[int] = frozenset()
 
     def ending(self, chunk: Chunk) -> dict[str, object]:
-        """Return the finish reason and vLLM's `stop_reason`, which is null if the model ended the text itself."""
-        if not chunk.is_sequence_final:
+        """Return the finish reason and vLLM's `stop_reason`, which is null if the model ended the text itself.
+
+        Clients know no reason for a text that was aborted or failed, so it has none: an error follows.
+        """
+        if not chunk.is_sequence_final or chunk.finish_reason in _FAILURES:
             return {"finish_reason": None}
         matched = chunk.matched_stop
         is_own = isinstance(matched, str) or matched in self.stop_token_ids

@@ -182,7 +182,14 @@ class ResponsesApi:
         stored = await self._stored(request.path_params["response_id"])
         limit = page_limit(query, _LISTED, _MAX_LISTED)
         own = stored.response_id.removeprefix(_PREFIX)
-        items = [_listed(item, f"msg_{own}_in_{index}") for index, item in enumerate(stored.job.items)]
+        items: list[Item] = []
+        known: set[object] = set()
+        for index, item in enumerate(stored.job.items):
+            # A client may repeat an item with its id, but a page begins after one item.
+            item_id = item.get("id")
+            item_id = item_id if item_id and item_id not in known else f"msg_{own}_in_{index}"
+            known.add(item_id)
+            items.append(_listed(item, item_id))
         if not is_ascending(query):
             items.reverse()
         after = query.get("after")
@@ -363,10 +370,10 @@ class _Reply(StreamedResponse):
             await events.write("".join(f"event: {event['type']}\ndata: {dump(event)}\n\n" for event in new))
 
 
-def _listed(item: Item, item_id: str) -> Item:
-    """Return an input item as it appears in lists: with a type and an id, and with its text as content parts."""
+def _listed(item: Item, item_id: object) -> Item:
+    """Return an input item as it appears in lists: with a type, the given id, and its text as content parts."""
     kind = item.get("type") or "message"
-    listed: Item = {**item, "type": kind, "id": item.get("id") or item_id}
+    listed: Item = {**item, "type": kind, "id": item_id}
     if kind == "message" and isinstance(item.get("content"), str):
         part = "output_text" if item.get("role") == "assistant" else "input_text"
         listed["content"] = [{"type": part, "text": item["content"]}]

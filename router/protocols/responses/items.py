@@ -118,7 +118,11 @@ class Turns:
                 add_image(turn, image_of_url(url, part.path("image_url")))
                 self.image_fields.append(part.path("image_url"))
             elif kind in ("input_text", "output_text", "text", "refusal"):
-                add_text(turn, part.text("text") or part.text("refusal") or "")
+                text, refusal = part.text("text"), part.text("refusal")
+                if text is None and refusal is None:
+                    name = "refusal" if kind == "refusal" else "text"
+                    raise InvalidArgumentError("must be set", field=part.path(name))
+                add_text(turn, text or refusal or "")
             else:
                 raise UnsupportedError("only text and input_image are supported", field=part.path("type"))
 

@@ -14,9 +14,13 @@ import pytest
 from midstream.errors import InvalidArgumentError
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
+from router.pipeline.cells import Cell
+from router.pipeline.client_documents import ClientDocuments
 from router.protocols.batches.batch import Batch
+from router.protocols.batches.files import FileInfo, Files
 from router.protocols.batches.lease import Leases
-from router.protocols.batches.lines import Line, Outcome, answered, read_line
+from router.protocols.batches.lines import Line, Outcome, answered, check_lines, read_line
+from router.protocols.batches.upload import Form
 from tests.router.conftest import Cluster, Part
 
 CHAT = "/v1/chat/completions"
@@ -68,7 +72,7 @@ async def rows(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str
     return [json.loads(row) for row in (await client.files.content(file_id)).text.splitlines()]
 
 
-async def test_files_are_stored_listed_read_and_deleted(client: openai.AsyncOpenAI) -> None:
+async def test_files_are_stored_listed_read_and_deleted(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
     data = bytes(range(256)) * 10_000  # the file has more than one chunk
     first = await client.files.create(file=("a.bin", data), purpose="user_data")
     second = await client.files.create(
@@ -90,6 +94,9 @@ async def test_files_are_stored_listed_read_and_deleted(client: openai.AsyncOpen
     with pytest.raises(openai.BadRequestError):
         await client.files.create(file=b"x" * (5 << 20), purpose="batch")
     assert [file.id async for file in client.files.list()] == [second.id]
+    cells = cluster.runners[0].cells
+    chunks = await ClientDocuments(cells, 30.0).waiting(cells.any(), "file_chunk", 100)
+    assert [chunk.id.partition("/")[0] for chunk in chunks] == [second.id]  # none is left of the refused files
 
 
 @pytest.mark.usefixtures("model")
@@ -227,13 +234,116 @@ async def test_a_batch_whose_router_dies_is_taken_over(
 
 
 def test_a_failed_response_is_an_error_although_its_status_is_200() -> None:
-    batch, line = cast("Batch", SimpleNamespace(id="batch_a")), Line(0, "a", {})
+    batch, line = cast("Batch", SimpleNamespace(id="batch_a")), Line(0, "a", b"{}")
     failed: dict[str, object] = {"object": "response", "status": "failed", "error": {"message": "the deadline passed"}}
     assert answered(batch, line, 200, "resp_a", failed).is_error
     assert not answered(batch, line, 200, "resp_a", {"object": "response", "status": "incomplete"}).is_error
 
 
-def test_a_line_with_half_a_surrogate_pair_is_not_json() -> None:
-    for data in (b'{"\\ud800": 1}', b'{"custom_id": "\\uD83D"}'):
-        with pytest.raises(InvalidArgumentError, match="is not JSON"):
-            read_line(0, data, "/v1/completions")
+@pytest.mark.parametrize(
+    "data",
+    [b'{"\\ud800": 1}', b'{"custom_id": "\\uD83D"}', b'{"custom_id": "\xed\xa0\xbd"}', b'{"body": {"seed": 1e999}}'],
+)
+def test_a_line_with_half_a_surrogate_pair_or_an_infinite_number_is_not_json(data: bytes) -> None:
+    with pytest.raises(InvalidArgumentError, match="is not JSON"):
+        read_line(0, data, "/v1/completions")
+
+
+async def test_a_line_longer_than_a_body_may_be_is_refused() -> None:
+    long = line("b", user="x" * 40_000)
+
+    async def lines() -> AsyncIterator[bytes]:
+        for text in (line("a"), long, line("c")):
+            yield text.encode()
+
+    count, errors = await check_lines(lines(), CHAT, 40_000)
+    assert (count, [(error["line"], error["message"]) for error in errors]) == (3, [(2, "has more than 40000 bytes")])
+    assert await check_lines(lines(), CHAT, len(long)) == (3, [])
+
+
+async def test_of_a_long_line_only_its_beginning_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = b"ab\n" + b"x" * 5000 + b"\n\ncd"
+
+    async def contents(*_: object) -> AsyncIterator[bytes]:
+        for start in range(0, len(data), 100):
+            yield data[start : start + 100]
+
+    files = Files(cast("ClientDocuments", None))
+    monkeypatch.setattr(files, "contents", contents)
+    found = [text async for text in files.lines(cast("Cell", None), "", FileInfo("f", len(data), 0, 0, "", ""), 1000)]
+    assert [found[0], found[2]] == [b"ab", b"cd"]
+    assert found[1].startswith(b"x" * 1001)
+    assert len(found[1]) <= 1100
+
+
+async def test_a_batch_whose_input_is_deleted_fails_and_keeps_finished_results(
+    cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would end as completed, without the lines that were not read yet."""
+    monkeypatch.setattr("router.protocols.batches.files._CHUNK_BYTES", 1 << 12)
+    batch = await create(client, [line(f"line {i}") for i in range(300)])
+    await cluster.scheduler.until(lambda: len(cluster.scheduler.requests) == 8)
+    await client.files.delete(batch.input_file_id)
+    done: set[str] = set()
+    async with asyncio.timeout(60):
+        while batch.status not in ("completed", "failed"):
+            for request_id in set(cluster.scheduler.requests) - done:
+                done.add(request_id)
+                cluster.scheduler.emit(request_id, tokenizer.encode(TEXT))
+                cluster.scheduler.end(request_id, reason=pb.FINISH_REASON_STOP)
+            await asyncio.sleep(0.01)
+            batch = await client.batches.retrieve(batch.id)
+    assert (batch.status, [error.code for error in batch.errors.data]) == ("failed", ["input_file_deleted"])
+    assert len(await rows(client, batch.output_file_id)) == batch.request_counts.completed == len(done) > 0
+
+
+async def test_the_lines_read_ahead_are_limited_by_their_size(
+    cluster: Cluster, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.protocols.batches.runner._MAX_READ_BYTES", 1000)
+    read: list[int] = []
+
+    async def noted(number: int, *arguments: Any) -> Line:
+        read.append(number)
+        return read_line(number, *arguments)
+
+    monkeypatch.setattr("router.protocols.batches.runner.read_line_soon", noted)
+    batch = await create(client, [line(f"line {i:02}") for i in range(100)])
+    await cluster.scheduler.until(lambda: len(cluster.scheduler.requests) == 8)
+    assert read == list(range(32))
+    await client.batches.cancel(batch.id)
+
+
+async def test_the_number_of_fields_of_a_form_is_limited() -> None:
+    """Even of those without contents."""
+    form = Form("multipart/form-data; boundary=x")
+
+    async def parts() -> AsyncIterator[bytes]:
+        for number in range(17):
+            yield f'--x\r\nContent-Disposition: form-data; name="{number}"\r\n\r\n\r\n'.encode()
+
+    with pytest.raises(InvalidArgumentError, match="more than 16 fields"):
+        _ = [data async for data in form.file(parts())]
+
+
+async def test_characters_of_a_line_do_not_become_longer(client: openai.AsyncOpenAI) -> None:
+    """With its characters escaped, the body would be larger than a body may be."""
+    text = "空" * 900_000
+    body = {"messages": [{"role": "user", "content": text}]}
+    long = json.dumps({"custom_id": "a", "method": "POST", "url": CHAT, "body": body}, ensure_ascii=False)
+    batch = await ended(client, await create(client, [long]))
+    (row,) = await rows(client, batch.error_file_id)
+    assert row["response"]["body"]["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_line_whose_request_is_aborted_is_an_error(
+    cluster: Cluster, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not repeated forever: its idempotency key always names the aborted request."""
+    monkeypatch.setattr("router.protocols.batches.runner._FIRST_RETRY_S", 0.0)
+    batch = await create(client, [line("a")])
+    await cluster.scheduler.until(lambda: cluster.scheduler.requests)
+    cluster.scheduler.end(next(iter(cluster.scheduler.requests)), reason=pb.FINISH_REASON_ABORT)
+    batch = await ended(client, batch)
+    assert (batch.status, batch.request_counts.failed) == ("completed", 1)
+    assert [row["response"]["status_code"] for row in await rows(client, batch.error_file_id)] == [499]

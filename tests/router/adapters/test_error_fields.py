@@ -117,6 +117,8 @@ async def test_the_input_of_a_response_is_named(client: openai.AsyncOpenAI) -> N
     assert (await refusal(client, "/responses", {"input": long})).param == "input"
     image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
     seen = [{"role": "user", "content": [{"type": "input_text", "text": "x"}] * 2 + [image]}]
+    empty = [{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "input_text"}]}]
+    assert (await refusal(client, "/responses", {"input": empty})).param == "input[1].content[0].text"
     for path in ("/responses", "/responses/input_tokens"):
         assert (await refusal(client, path, {"input": seen})).param == "input[0].content[2].image_url"
 
@@ -149,3 +151,15 @@ async def test_a_stream_that_fails(cluster: Cluster, router: Part) -> None:
         cluster.scheduler.end("r", reason=pb.FINISH_REASON_ERROR, error=error)
         *_, last = [event async for event in stream.events()]
     assert last["error"]["param"] == "guided_json"
+
+
+async def test_too_many_texts_are_named(client: openai.AsyncOpenAI) -> None:
+    texts = ["x"] * 2049
+    for path, fields, param in (
+        ("/rerank", {"query": "x", "documents": texts}, "documents"),
+        ("/score", {"text_1": "x", "text_2": texts}, "text_2"),
+        ("/embeddings", {"input": texts}, "input"),
+    ):
+        with pytest.raises(openai.BadRequestError) as raised:
+            await client.post(path, cast_to=object, body=fields)
+        assert raised.value.param == param

@@ -131,6 +131,52 @@ async def test_an_output_is_not_asked_for_and_ruled_out_at_once(cluster: Cluster
     assert await refusal(cluster, request) == message
 
 
+async def test_the_number_of_rows_is_limited(cluster: Cluster) -> None:
+    """Each row is a request, and a message has room for millions of empty ones."""
+    request = infer_request("text_output")
+    request.inputs[0].contents.bytes_contents[:] = [b""] * 2049
+    request.inputs[0].shape[:] = [2049, 1]
+    assert await refusal(cluster, request) == "text_input: has 2049 rows; must have at most 2048"
+
+
+async def test_a_tensor_that_applies_to_all_rows_is_not_copied_without_limit(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.protocols.kserve.ensemble._MAX_COPIED_BYTES", 900)
+    request = infer_request("text_output", stop_words=("BYTES", b"x" * 250))
+    assert (await sent(cluster, request)).stopping.stop_words == ["x" * 250]
+    request.inputs[0].contents.bytes_contents[:] = [b"Hi"] * 4
+    request.inputs[0].shape[:] = [4, 1]
+    message = "stop_words: applies to 4 rows, and has 250 bytes; send fewer rows at a time"
+    assert await refusal(cluster, request) == message
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_an_aborted_request_is_an_error_and_not_a_short_text(
+    cluster: Cluster, tokenizer: Tokenizer, streams: bool
+) -> None:
+    router = await cluster.add_router(await cluster.add_detokenizer())
+
+    async def write() -> None:
+        await cluster.scheduler.until(lambda: cluster.scheduler.requests)
+        (request_id,) = cluster.scheduler.requests
+        cluster.scheduler.emit(request_id, tokenizer.encode(TEXT))
+        cluster.scheduler.end(request_id, pb.FINISH_REASON_ABORT)
+
+    async with grpc.aio.insecure_channel(router.address) as channel:
+        stub = cast("GRPCInferenceServiceAsyncStub", kserve_pb2_grpc.GRPCInferenceServiceStub(channel))
+        writing = asyncio.create_task(write())
+        if streams:
+            *pieces, last = [item async for item in stub.ModelStreamInfer(iter([infer_request()]), timeout=60)]
+            assert "aborted" in last.error_message
+            assert not any(item.infer_response.parameters["triton_final_response"].bool_param for item in pieces)
+        else:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await stub.ModelInfer(infer_request(), timeout=60)
+            assert raised.value.code() is grpc.StatusCode.CANCELLED
+        await writing
+
+
 async def test_the_outputs_of_a_request_that_names_none_are_those_of_its_flags(cluster: Cluster) -> None:
     native = await sent(cluster, infer_request(return_context_logits=("BOOL", False)))
     assert not native.output.HasField("log_probs")

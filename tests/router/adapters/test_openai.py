@@ -6,6 +6,7 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
+from typing import Any
 
 import httpx2 as httpx
 import openai
@@ -32,10 +33,15 @@ from tests.router.parsers.transcripts import model_format
 TEXT = "Every part may die 🫠 and the text goes on: 日本語, naïve, done."
 
 
-async def answer(cluster: Cluster, request_id: str, ids: list[int]) -> None:
+async def answer(
+    cluster: Cluster,
+    request_id: str,
+    ids: list[int],
+    reason: pb.FinishReason.ValueType = pb.FINISH_REASON_LENGTH,
+) -> None:
     await cluster.scheduler.until(lambda: request_id in cluster.scheduler.requests)
     cluster.scheduler.emit(request_id, ids)
-    cluster.scheduler.end(request_id)
+    cluster.scheduler.end(request_id, reason)
 
 
 async def test_a_completion_is_the_text_of_its_tokens(cluster: Cluster, router: Part, tokenizer: Tokenizer) -> None:
@@ -68,6 +74,48 @@ async def test_a_chat_streams_and_ends_with_usage(cluster: Cluster, router: Part
     assert "".join(delta.content or "" for delta in deltas) == TEXT
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == len(tokenizer.encode(TEXT))
+
+
+@pytest.mark.parametrize(("reason", "status"), [(pb.FINISH_REASON_ABORT, 499), (pb.FINISH_REASON_DEADLINE, 504)])
+async def test_a_text_that_was_cut_off_ends_with_an_error_and_without_a_finish_reason(
+    cluster: Cluster, router: Part, tokenizer: Tokenizer, reason: pb.FinishReason.ValueType, status: int
+) -> None:
+    """Clients that check their input know no finish reason for it."""
+    async with client_of(router) as client:
+        hi: Any = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}]}
+        call = client.chat.completions.create(**hi, extra_body={"request_id": "r"})
+        with pytest.raises(openai.APIStatusError) as raised:
+            await asyncio.gather(call, answer(cluster, "r", tokenizer.encode(TEXT), reason))
+        assert raised.value.status_code == status
+        stream = await client.chat.completions.create(**hi, stream=True, extra_body={"request_id": "s"})
+        await answer(cluster, "s", tokenizer.encode(TEXT), reason)
+        choices: list[Any] = []
+        with pytest.raises(openai.APIError):  # noqa: PT012 (the chunks before the error count)
+            async for chunk in stream:
+                choices += chunk.choices
+        assert "".join(choice.delta.content or "" for choice in choices) == TEXT
+        assert {choice.finish_reason for choice in choices} == {None}
+
+
+async def test_several_prompts_are_read_at_once_and_end_with_the_first_that_fails(
+    cluster: Cluster, router: Part, tokenizer: Tokenizer
+) -> None:
+    """A scheduler aborts a request that nothing reads for 30 seconds, however long the prompt before it takes."""
+    names = ["r-0", "r-1", "r-2"]
+    async with client_of(router) as client:
+        body: Any = {"model": "smollm2", "prompt": ["a", "b", "c"], "extra_body": {"request_id": "r"}}
+        call = asyncio.create_task(client.completions.create(**body))
+        feeds = cluster.scheduler.feeds
+        await cluster.scheduler.until(lambda: [sorted(feed.attached.values()) for feed in feeds] == [names])
+        cluster.scheduler.end("r-1", pb.FINISH_REASON_ERROR, error=ExecutionError("lost").to_proto())
+        with pytest.raises(openai.InternalServerError, match="lost"):
+            await call
+        await cluster.scheduler.until(lambda: sorted(cluster.scheduler.aborts) == ["r-0", "r-2"])
+        cluster.scheduler.requests.clear()
+        call = asyncio.create_task(client.completions.create(**body))
+        for name in reversed(names):
+            await answer(cluster, name, tokenizer.encode(f"text of {name}"))
+        assert [choice.text for choice in (await call).choices] == [f"text of {name}" for name in names]
 
 
 async def test_a_disconnect_aborts_the_request(cluster: Cluster, router: Part) -> None:

@@ -413,3 +413,14 @@ def test_an_input_may_end_with_the_assistant_unless_it_calls_a_tool() -> None:
         with pytest.raises(InvalidArgumentError) as raised:
             read_response(Body({"input": items}), ChatModel())
         assert raised.value.field == field
+
+
+async def test_a_list_of_input_items_ends_although_two_have_the_same_id(
+    cluster: Cluster, client: openai.AsyncOpenAI
+) -> None:
+    said: Any = {"id": "msg_a", "role": "user", "content": "Hi"}
+    created = await answered(cluster, client.responses.create(model="smollm2", input=[said, said, said]), [30])
+    for limit in (1, 2, 3):
+        found = [item.id async for item in client.responses.input_items.list(created.id, limit=limit, order="asc")]
+        own = created.id.removeprefix("resp_")
+        assert found == ["msg_a", f"msg_{own}_in_1", f"msg_{own}_in_2"]
