@@ -51,7 +51,7 @@ from router.pipeline.background import current_background
 from router.pipeline.cells import Cell, Cells
 from router.pipeline.deadlines import until
 from router.pipeline.detokenizer_pool import Attachment, DetokenizerPool
-from router.pipeline.grammar_check import GrammarChecker
+from router.pipeline.grammar_check import GrammarChecker, GuideParts
 from router.pipeline.idempotency import naming_key
 from router.pipeline.images import images_of
 from router.pipeline.metrics import RouterMetrics
@@ -273,6 +273,7 @@ class Runner:
         *,
         is_keyed: bool,
         prepare: Prepare | None,
+        guide_parts: GuideParts | None,
     ) -> Generation:
         """Start a request; `request` is normalized in place, to the form sent to the scheduler.
 
@@ -282,6 +283,7 @@ class Runner:
             on_overflow: Called when the client reads too slowly; the next `take` raises the error.
             is_keyed: Whether the request's id was derived from an idempotency key.
             prepare: Completes the request.
+            guide_parts: Returns guides of which the request's guide consists, by field.
 
         Raises:
             MidstreamError: The request is rejected.
@@ -304,7 +306,7 @@ class Runner:
             check_supported(request, cell.features)
         check_tensors(request, self.model, self._max_tensor_bytes)
         if request.HasField("guided_decoding"):
-            await self._grammars.check(request.guided_decoding)
+            await self._grammars.check(request.guided_decoding, guide_parts)
         self.readers.enter(request.request_id)
         try:
             cell = await self.submit(cell, request, deadline, is_keyed=is_keyed)
@@ -558,7 +560,12 @@ class FrontDoor:
         self._traces = traces
 
     async def start(
-        self, request: pb.GenerateRequest, timeout_s: float | None, key: str = "", prepare: Prepare | None = None
+        self,
+        request: pb.GenerateRequest,
+        timeout_s: float | None,
+        key: str = "",
+        prepare: Prepare | None = None,
+        guide_parts: GuideParts | None = None,
     ) -> Output:
         """Start a request, or attach to the one that was started with the same idempotency key.
 
@@ -567,6 +574,7 @@ class FrontDoor:
             timeout_s: Time left until the call's deadline.
             key: The idempotency key from which the request's id was derived; empty if there is none.
             prepare: Completes the request; called once the client's quotas and limits admit it, within its deadline.
+            guide_parts: Returns guides of which the request's guide consists, by field, to name those that are invalid.
 
         Raises:
             MidstreamError: The request is rejected.
@@ -591,7 +599,12 @@ class FrontDoor:
             async with self._starts.hold(caller.name, deadline):
                 with naming_key(key):
                     generation = await self.runner.start(
-                        request, deadline, _canceller(), is_keyed=bool(key), prepare=prepare
+                        request,
+                        deadline,
+                        _canceller(),
+                        is_keyed=bool(key),
+                        prepare=prepare,
+                        guide_parts=guide_parts,
                     )
         except BaseException as error:
             release()
