@@ -171,7 +171,9 @@ def _named_guides(body: Body, prefix: str) -> list[_Guide]:
         if value is not None:
             guides.append((body.path(prefix + name), pb.GuidedDecodingConfig(guide_type=guide_type, guide=value)))
     choices = body.texts(prefix + "choice")
-    if choices:
+    if body.get(prefix + "choice") is not None:
+        if not choices:
+            raise InvalidArgumentError("must not be empty", field=body.path(prefix + "choice"))
         guides.append((body.path(prefix + "choice"), choice_guide(choices)))
     if body.flag(prefix + "json_object"):
         guides.append((body.path(prefix + "json_object"), json_object_guide()))

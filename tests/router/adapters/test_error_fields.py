@@ -127,6 +127,7 @@ async def test_the_router_s_own_checks(client: openai.AsyncOpenAI) -> None:
         ({"safety_identifier": LONG}, "safety_identifier"),
         ({"user": LONG, "safety_identifier": "x"}, "user"),
         ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
         ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
         # Texts are joined in the native request, so that the image is its part 1.
         (
