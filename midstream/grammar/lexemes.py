@@ -9,6 +9,7 @@ further, in the end into characters, which have no longer match.
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -104,7 +105,11 @@ class _Converter:
     def lexeme(self, node: Node) -> _Lexeme:
         """Return what a unit matches."""
         found = self._known.get(node)
-        if found is None:
+        if found is None and isinstance(node, Literal):
+            first = self._alphabet.masks(node.text[0])[0]
+            inner = _union(self._alphabet.masks("".join(set(node.text[1:]))))
+            found = self._known[node] = _Lexeme(first, inner, extensions=0, can_be_empty=False, repeated=None)
+        elif found is None:
             found = self._known[node] = _Automaton(self._rules, self._alphabet, node).lexeme()
         return found
 
@@ -133,21 +138,40 @@ class _Converter:
     def _conflicts(self) -> set[Node]:
         """Return the lexemes that could go on matching where a text must begin that follows a lexeme."""
         follow = _Follow(self, {name: self._rules[name] for name in self._used_rules() if name not in self._named})
-        by_first: dict[int, int] = {}
-        for node in follow.units:
+        # By first character: the literals, counted by what follows them, since they may be many, and the other units.
+        literals: dict[int, Counter[int]] = defaultdict(Counter)
+        others: dict[int, int] = defaultdict(int)
+        for node, following in follow.units.items():
             for bit in _bits(self.lexeme(node).first):
-                by_first[bit] = by_first.get(bit, 0) | self.unit_mask(node)
+                if isinstance(node, Literal):
+                    literals[bit][following] += 1
+                else:
+                    others[bit] |= self.unit_mask(node)
         found: set[Node] = set()
-        for node in follow.units:
+        for node, following in follow.units.items():
             lexeme = self.lexeme(node)
             if not lexeme.inner:
                 continue
-            alike = _union(by_first[bit] for bit in _bits(lexeme.first)) & follow.neighbors[node]
-            if (node in follow.repeated and lexeme.extensions & lexeme.first) or any(
-                self._hides_end(node, other, follow.units[other]) for other in self.units(alike)
+            bits = list(_bits(lexeme.first))
+            alike = _union(others[bit] for bit in bits) & follow.neighbors[node]
+            num_own = {following: int(isinstance(node, Literal))}
+            if (
+                (node in follow.repeated and lexeme.extensions & lexeme.first)
+                or any(self._hides_end(node, other, follow.units[other]) for other in self.units(alike))
+                or any(
+                    count > num_own.get(after, 0) and self._first_of(after) & lexeme.inner
+                    for bit in bits
+                    for after, count in literals[bit].items()
+                )
             ):
                 found.add(node)
         return found
+
+    def _first_of(self, units: int) -> int:
+        """Return the characters with which the units in a mask begin."""
+        if units not in self._firsts:
+            self._firsts[units] = _union(self.lexeme(other).first for other in self.units(units))
+        return self._firsts[units]
 
     def _hides_end(self, node: Node, ended: Node, following: int) -> bool:
         """Return whether `node` could go on matching where a unit begins that follows the lexeme `ended`.
@@ -157,9 +181,7 @@ class _Converter:
             following: The units that can follow `ended`, as a mask.
         """
         characters = self.lexeme(node).extensions if node == ended else self.lexeme(node).inner
-        if following not in self._firsts:
-            self._firsts[following] = _union(self.lexeme(other).first for other in self.units(following))
-        return bool(self._firsts[following] & characters) and any(
+        return bool(self._first_of(following) & characters) and any(
             self.lexeme(other).first & characters & ~self._shared(ended, other, node) for other in self.units(following)
         )
 
@@ -205,19 +227,35 @@ class _Converter:
 
 
 class _Alphabet:
-    """Bit masks of characters: there is a bit for each range between whose characters no rule distinguishes."""
+    """Bit masks of characters, with one bit for all characters that the same classes and literals contain."""
 
     def __init__(self, rules: Mapping[str, Node]) -> None:
-        starts: set[int] = set()
+        self._masks: dict[Ranges, int] = {}
         for node in (part for rule in rules.values() for part in with_parts(rule)):
             if isinstance(node, Characters):
-                starts.update(start for first, last in node.ranges for start in (first, last + 1))
+                self._masks[node.ranges] = 0
             elif isinstance(node, Literal):
-                starts.update(ord(c) + offset for c in node.text for offset in (0, 1))
-        self._bits = {start: bit for bit, start in enumerate(sorted(starts))}
+                self._masks |= {((ord(c), ord(c)),): 0 for c in set(node.text)}
+        # For each character at which ranges begin or end, the sets to which these belong, as a bit mask.
+        changes: dict[int, int] = {}
+        for number, ranges in enumerate(self._masks):
+            for edge in (edge for first, last in ranges for edge in (first, last + 1)):
+                changes[edge] = changes.get(edge, 0) ^ (1 << number)
+        found, current = set[int](), 0
+        for edge in sorted(changes):
+            current ^= changes[edge]
+            found.add(current)
+        names = list(self._masks)
+        for bit, sets in enumerate(found):
+            for number in _bits(sets):
+                self._masks[names[number]] |= 1 << bit
 
     def mask(self, node: Characters) -> int:
-        return _union((1 << self._bits[last + 1]) - (1 << self._bits[first]) for first, last in node.ranges)
+        return self._masks[node.ranges]
+
+    def masks(self, text: str) -> list[int]:
+        """Return the mask of each character."""
+        return [self._masks[((ord(c), ord(c)),)] for c in text]
 
 
 class _Follow:
@@ -377,11 +415,13 @@ class _Automaton:
         for item in children(node):
             first, last, is_empty = self._build(item)
             if isinstance(node, Choice):
-                firsts, lasts, can_be_empty = firsts | first, lasts | last, can_be_empty or is_empty
+                firsts |= first
+                lasts |= last
+                can_be_empty = can_be_empty or is_empty
                 continue
             for position in lasts:
                 self._next[position] |= first
-            firsts = firsts | first if can_be_empty else firsts
+            firsts |= first if can_be_empty else set()
             lasts = lasts | last if is_empty else last
             can_be_empty = can_be_empty and is_empty
         return firsts, lasts, can_be_empty
@@ -415,13 +455,19 @@ class _Automaton:
 def _sizes(rules: Mapping[str, Node]) -> dict[str, tuple[int, int]]:
     """Return the size and depth of each rule with its references replaced, for rules without recursion."""
     sizes: dict[str, tuple[int, int]] = {}
-    waiting, num_before = list(rules)[::-1], -1
-    while len(sizes) > num_before:
-        num_before = len(sizes)
-        for name in waiting:
-            if all(other in sizes for other in references(rules[name])):
-                sizes[name] = _size(rules[name], sizes)
-        waiting = [name for name in waiting if name not in sizes]
+    missing = {name: set(references(node)) for name, node in rules.items()}
+    users: dict[str, list[str]] = defaultdict(list)
+    for name, others in missing.items():
+        for other in others:
+            users[other].append(name)
+    waiting = [name for name, others in missing.items() if not others]
+    while waiting:
+        name = waiting.pop()
+        sizes[name] = _size(rules[name], sizes)
+        for user in users[name]:
+            missing[user].discard(name)
+            if not missing[user]:
+                waiting.append(user)
     return sizes
 
 
