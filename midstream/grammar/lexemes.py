@@ -188,8 +188,8 @@ class _Converter:
     def _shared(self, one: Node, other: Node, continued: Node) -> int:
         """Return the characters with which `other` can begin after `one` that may as well belong to `continued`.
 
-        White space that follows white space is an example. A lexeme that follows itself is assumed to be another one,
-        except in a direct sequence, because such grammars would be ambiguous otherwise.
+        White space that follows white space is an example. The same is assumed of any lexeme that may follow itself,
+        except directly in a sequence, because most such grammars would be ambiguous otherwise.
         """
         left, right = self.lexeme(one), self.lexeme(other)
         is_loop = left.repeated is not None and right.repeated is not None
