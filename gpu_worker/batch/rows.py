@@ -107,7 +107,8 @@ class Rows:
         self.seeds[row], self.sequence_indices[row] = sampling.seed, new.sequence_index
         # A beam does not sample: its temperature only scales the log probabilities of the candidates.
         self.temperature[row] = sampling.temperature if sampling.beam_width == 1 else 0
-        self.top_k[row] = sampling.top_k
+        # It may exceed an int32; any limit from the vocabulary's size on keeps all tokens.
+        self.top_k[row] = min(sampling.top_k, self._vocab_size)
         self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
         self.outputs[row] = new.outputs
         self.guides[row] = GuideState(new.guide) if new.guide is not None else None

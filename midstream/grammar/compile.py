@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import llguidance
-from llguidance.gbnf_to_lark import any_to_lark
 
+from midstream.grammar.lexemes import to_lark
 from midstream.grammar.messages import Guide
 
 # Formatting as in json.dumps; a schema can override it with `x-guidance`. If white space were flexible, a small model
@@ -30,7 +30,9 @@ def compile_guide(guide: Guide, tokenizer: llguidance.LLTokenizer) -> llguidance
     """Return a matcher in its initial state. Raises GuideError if the guide is invalid or exceeds the limits."""
     try:
         matcher = llguidance.LLMatcher(tokenizer, _grammar(guide), log_level=0)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise GuideError("is nested too deeply") from None
+    except ValueError as error:
         raise GuideError(_short(str(error))) from None
     trial = matcher.deep_copy()
     if not trial.is_error():
@@ -48,7 +50,7 @@ def _grammar(guide: Guide) -> str:
         return str(matcher.grammar_from_json_schema(guide.text, defaults=_JSON_STYLE))
     if guide.kind == "regex":
         return str(matcher.grammar_from_regex(guide.text))
-    return str(matcher.grammar_from_lark(any_to_lark(guide.text)))
+    return str(matcher.grammar_from_lark(to_lark(guide.text)))
 
 
 def _short(message: str) -> str:

@@ -138,7 +138,8 @@ def _thinking(closing: str, spell: _Speller) -> str:
 
 
 def _json(schema: Schema) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": _STYLE})
+    own = schema.get("x-guidance", {})
+    return "%json " + json.dumps({**schema, "x-guidance": {**_STYLE, **own} if isinstance(own, dict) else own})
 
 
 class _Speller:

@@ -53,7 +53,7 @@ from router.pipeline.background import current_background
 from router.pipeline.cells import Cell, Cells
 from router.pipeline.deadlines import until
 from router.pipeline.detokenizer_pool import Attachment, DetokenizerPool
-from router.pipeline.grammar_check import GrammarChecker
+from router.pipeline.grammar_check import GrammarChecker, GuideParts
 from router.pipeline.idempotency import naming_key
 from router.pipeline.images import images_of
 from router.pipeline.metrics import RouterMetrics
@@ -281,6 +281,7 @@ class Runner:
         is_named: bool,
         is_keyed: bool,
         prepare: Prepare | None,
+        guide_parts: GuideParts | None,
     ) -> Generation:
         """Start a request; `request` is normalized in place, to the form sent to the scheduler.
 
@@ -291,6 +292,7 @@ class Runner:
             is_named: Whether the client chose the request's id, so that a cell may already have the request.
             is_keyed: Whether the request's id was derived from an idempotency key.
             prepare: Completes the request.
+            guide_parts: Returns guides of which the request's guide consists, by field.
 
         Raises:
             MidstreamError: The request is rejected.
@@ -314,7 +316,7 @@ class Runner:
             check_supported(request, cell.features)
         check_tensors(request, self.model, self._max_tensor_bytes)
         if request.HasField("guided_decoding"):
-            await self._grammars.check(request.guided_decoding)
+            await self._grammars.check(request.guided_decoding, guide_parts)
         self.readers.enter(request.request_id)
         try:
             cell = await self.submit(cell, request, deadline, is_keyed=is_keyed)
@@ -598,6 +600,7 @@ class FrontDoor:
         timeout_s: float | None,
         key: str = "",
         prepare: Prepare | None = None,
+        guide_parts: GuideParts | None = None,
         *,
         operation: str = "",
     ) -> Output:
@@ -608,6 +611,7 @@ class FrontDoor:
             timeout_s: Time left until the call's deadline.
             key: The idempotency key from which the request's id was derived; empty if there is none.
             prepare: Completes the request; called once the client's quotas and limits admit it, within its deadline.
+            guide_parts: Returns guides of which the request's guide consists, by field, to name those that are invalid.
             operation: What is requested, by OpenTelemetry's names; by default, text or a turn of a chat.
 
         Raises:
@@ -634,7 +638,13 @@ class FrontDoor:
             async with self._starts.hold(caller.name, deadline):
                 with naming_key(key):
                     generation = await self.runner.start(
-                        request, deadline, _canceller(), is_named=is_named, is_keyed=bool(key), prepare=prepare
+                        request,
+                        deadline,
+                        _canceller(),
+                        is_named=is_named,
+                        is_keyed=bool(key),
+                        prepare=prepare,
+                        guide_parts=guide_parts,
                     )
         except BaseException as error:
             release()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 
 from midstream.errors import InvalidArgumentError, OverloadedError, UnsupportedError
 from midstream.grammar.messages import Guide
@@ -19,6 +20,8 @@ MAX_CHECKED = 1024
 # Maximum number of waiting guides, in total and per client.
 MAX_WAITING, MAX_WAITING_PER_CLIENT = 256, 64
 _FIELD = "guided_decoding.guide"
+# Returns guides of which a guide consists, by field.
+GuideParts = Callable[[], Mapping[str, pb.GuidedDecodingConfig]]
 KINDS = {
     pb.GUIDE_TYPE_JSON: "json",
     pb.GUIDE_TYPE_JSON_SCHEMA: "json_schema",
@@ -48,14 +51,29 @@ class GrammarChecker:
         self._thread.close()
         self._drop()
 
-    async def check(self, config: pb.GuidedDecodingConfig) -> None:
+    async def check(self, config: pb.GuidedDecodingConfig, parts: GuideParts | None = None) -> None:
         """Check that the guide compiles.
+
+        Args:
+            parts: Returns guides of which this one consists, by field; if one of them does not compile, the error names
+                its field.
 
         Raises:
             InvalidArgumentError: The guide does not compile within the limits.
             OverloadedError: Too many guides are waiting.
             UnsupportedError: The grammar library is not installed.
         """
+        problem = await self._problem(config)
+        if not problem:
+            return
+        for field, part in parts().items() if parts is not None else ():
+            problem_of_part = await self._problem(part)
+            if problem_of_part:
+                raise InvalidArgumentError(problem_of_part, field=field)
+        raise InvalidArgumentError(problem, field=_FIELD)
+
+    async def _problem(self, config: pb.GuidedDecodingConfig) -> str:
+        """Return the error in a guide; empty if it is valid."""
         guide = Guide(KINDS[config.guide_type], config.guide)
         problem = self._checked.get(guide)
         if problem is None:
@@ -65,8 +83,7 @@ class GrammarChecker:
             problem = await asyncio.shield(self._pending.get(guide) or self._begin(guide))
         if guide in self._checked:
             self._checked.move_to_end(guide)
-        if problem:
-            raise InvalidArgumentError(problem, field=_FIELD)
+        return problem
 
     def _begin(self, guide: Guide) -> asyncio.Task[str]:
         if self._thread.num_waiting >= MAX_WAITING:

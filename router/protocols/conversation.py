@@ -293,6 +293,20 @@ class Conversation:
         )
         return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=text)
 
+    def guide_parts(self) -> dict[str, pb.GuidedDecodingConfig]:
+        """Return guides for the schemas of the tools whose arguments the request's guide restricts, by field."""
+        tools = self.tools
+        names = (
+            tools.strict if tools.choice == "auto" else tools.schemas if tools.choice == "required" else {tools.named}
+        )
+        return {
+            tool_field(name): pb.GuidedDecodingConfig(
+                guide_type=pb.GUIDE_TYPE_JSON_SCHEMA, guide=json.dumps({"type": "object", **schema})
+            )
+            for name, schema in tools.schemas.items()
+            if name in names
+        }
+
     def _joined_guide(self) -> pb.GuidedDecodingConfig | None:
         """Return the grammar for either calls or the requested format; None if its schema is invalid."""
         schema, grammar = self._own_schema(), self.model.call_grammar
@@ -391,6 +405,11 @@ class SequenceReader:
     def _with_id(self, event: CallBegin) -> CallBegin:
         self.num_calls = event.index + 1
         return CallBegin(event.index, event.name, event.call_id or self._call_id(event.index, event.name))
+
+
+def tool_field(name: str) -> str:
+    """Return the native field for the schema of a tool."""
+    return f"guided_decoding.tools.{name}"
 
 
 def keep_prefix(request: pb.GenerateRequest, num_tokens: int | None, duration_s: int) -> None:

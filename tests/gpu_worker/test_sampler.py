@@ -166,6 +166,7 @@ def test_the_bias_comes_before_the_penalties() -> None:
         ({"embedding_bias": tuple((token, -3.4e38) for token in range(VOCAB_SIZE))}, set(range(VOCAB_SIZE))),
         ({"repetition_penalty": 1e-38}, {2}),
         ({"embedding_bias": ((3, 3.4e38),), "repetition_penalty": 1e-3}, {3}),
+        ({"top_k": (1 << 32) - 1}, set(range(VOCAB_SIZE))),
     ],
 )
 def test_the_largest_permitted_values_give_a_token(

@@ -114,6 +114,17 @@ async def problem_of(checker: GrammarChecker, config: pb.GuidedDecodingConfig) -
     return ""
 
 
+async def test_the_part_of_a_guide_that_does_not_compile_is_named(checker: GrammarChecker) -> None:
+    whole, good, bad = guide("REGEX", "(a|(b)"), guide("REGEX", "a"), guide("REGEX", "(b")
+    with pytest.raises(InvalidArgumentError) as raised:
+        await checker.check(whole, lambda: {"one": good, "two": bad})
+    assert raised.value.field == "two"
+    with pytest.raises(InvalidArgumentError) as raised:
+        await checker.check(whole, lambda: {"one": good})
+    assert raised.value.field == "guided_decoding.guide"
+    await checker.check(good, lambda: {"two": bad})
+
+
 async def test_unique_guides_keep_the_cache_bounded(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check, "MAX_CHECKED", 50)
     for number in range(1000):

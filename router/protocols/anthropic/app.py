@@ -147,7 +147,7 @@ class _Reply(StreamedResponse):
         async def prepare() -> None:
             self._num_kept = await self._prepare()
 
-        opened = await self._front.start(self._native, None, self._key, prepare)
+        opened = await self._front.start(self._native, None, self._key, prepare, self._job.conversation.guide_parts)
         reader = SequenceReader(self._job.conversation, self._id, 0)
         async with opened as output:
             if not self._job.is_stream:

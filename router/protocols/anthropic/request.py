@@ -19,7 +19,7 @@ from router.protocols.conversation import EFFORTS, ChatModel, Conversation, Tool
 from router.protocols.fields import MESSAGES, MESSAGES_OPAQUE, MESSAGES_TYPES, check_fields
 from router.protocols.openai.body import Body
 from router.protocols.openai.errors import Names
-from router.protocols.openai.tools import check_new_tool, schema_field
+from router.protocols.openai.tools import check_new_tool, schema_names
 
 _TTLS_S = {"5m": 300, "1h": 3600}
 _MAX_BREAKPOINTS = 4
@@ -137,7 +137,7 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
     if max_tokens is None and needs_limit:
         raise InvalidArgumentError("must be set", field="max_tokens")
     reading = _Reading()
-    tools, schema_path = _tools(body, reading)
+    tools, schema_names = _tools(body, reading)
     if model.hides(tools):
         ignored.append("tools")
     if model.ignores_strict(tools):
@@ -169,7 +169,8 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
             raise InvalidArgumentError(reason, field="messages")
         _check_prefill(reading.turns[-1])
     conversation = Conversation(request, tools, model, options=options)
-    guide_path = "output_config.format" if request.HasField("guided_decoding") else schema_path
+    if request.HasField("guided_decoding"):
+        schema_names["guided_decoding"] = "output_config.format"
     return MessagesJob(
         conversation,
         request.model,
@@ -177,7 +178,7 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
         is_shown,
         reading.breakpoints,
         ignored,
-        image_names(request, reading.image_fields) | {"guided_decoding": guide_path, "token_ids": "messages"},
+        image_names(request, reading.image_fields) | schema_names | {"token_ids": "messages"},
     )
 
 
@@ -254,8 +255,8 @@ def _output_format(body: Body, request: pb.GenerateRequest) -> None:
     request.guided_decoding.guide = json.dumps(schema)
 
 
-def _tools(body: Body, reading: _Reading) -> tuple[Tools, str]:
-    """Return the tools of a body, and the field with the schema that restricts their calls."""
+def _tools(body: Body, reading: _Reading) -> tuple[Tools, dict[str, str]]:
+    """Return the tools of a body, and the client's names for the native fields with their schemas."""
     schemas: dict[str, Schema] = {}
     paths: dict[str, str] = {}
     definitions: dict[str, object] = {}
@@ -276,7 +277,7 @@ def _tools(body: Body, reading: _Reading) -> tuple[Tools, str]:
             strict.add(name)
         reading.mark(tool)
     tools = _chosen(body, Tools(schemas, definitions, strict=frozenset(strict)))
-    return tools, schema_field(tools, paths)
+    return tools, schema_names(tools, paths)
 
 
 def _chosen(body: Body, tools: Tools) -> Tools:

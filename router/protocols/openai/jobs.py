@@ -148,11 +148,11 @@ def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
         names["output.prompt_log_probs"] = "prompt_logprobs"
     image_fields = _fill_chat(body, request.chat, vocabulary.chat)
     names |= image_names(request, image_fields) | {"token_ids": "messages"}
-    tools, schema_field = read_tools(body)
+    tools, schema_names = read_tools(body)
     if tools.choice != "auto" and request.HasField("guided_decoding"):
         reason = f"requires a call, which conflicts with {names['guided_decoding']}"
         raise InvalidArgumentError(reason, field="tool_choice")
-    names.setdefault("guided_decoding", schema_field)
+    names = schema_names | names
     retention_s = read_cache_retention_s(body)
     if retention_s:
         keep_prefix(request, None, retention_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
@@ -170,10 +171,10 @@ def _named_guides(body: Body, prefix: str) -> list[_Guide]:
         if value is not None:
             guides.append((body.path(prefix + name), pb.GuidedDecodingConfig(guide_type=guide_type, guide=value)))
     choices = body.texts(prefix + "choice")
-    if choices:
-        expression = "|".join(_REGEX_SPECIAL.sub(r"\\\g<0>", choice) for choice in choices)
-        guide = pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide=f"({expression})")
-        guides.append((body.path(prefix + "choice"), guide))
+    if body.get(prefix + "choice") is not None:
+        if not choices:
+            raise InvalidArgumentError("must not be empty", field=body.path(prefix + "choice"))
+        guides.append((body.path(prefix + "choice"), choice_guide(choices)))
     if body.flag(prefix + "json_object"):
         guides.append((body.path(prefix + "json_object"), json_object_guide()))
     return guides
@@ -182,3 +183,9 @@ def _named_guides(body: Body, prefix: str) -> list[_Guide]:
 def json_object_guide() -> pb.GuidedDecodingConfig:
     """Return the guide for any JSON object; GUIDE_TYPE_JSON would also allow arrays."""
     return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON_SCHEMA, guide='{"type": "object"}')
+
+
+def choice_guide(choices: Iterable[str]) -> pb.GuidedDecodingConfig:
+    """Return the guide for any of these texts."""
+    expression = "|".join(_REGEX_SPECIAL.sub(r"\\\g<0>", choice) for choice in choices)
+    return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide=f"({expression})")

@@ -92,7 +92,14 @@ class Reply(StreamedResponse):
                 else:
                     if self._job.options.max_tokens is not None and request.WhichOneof("input") == "token_ids":
                         await self._tokenize(request)  # truncates the token ids before their number is checked
-                    output = await self._front.start(request, None, self._job.key, self._preparation(request))
+                    conversation = self._job.conversation
+                    output = await self._front.start(
+                        request,
+                        None,
+                        self._job.key,
+                        self._preparation(request),
+                        conversation.guide_parts if conversation is not None else None,
+                    )
                 outputs.append(await stack.enter_async_context(output))
         except MidstreamError:
             self._abort(outputs)

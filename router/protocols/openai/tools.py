@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from router.parsers.machine import Schema
-from router.protocols.conversation import Tools
+from router.protocols.conversation import Tools, tool_field
 from router.protocols.openai.body import Body
 
 
-def read_tools(body: Body) -> tuple[Tools, str]:
-    """Return the tools of a body, and the field with the schema that restricts their calls. Raises
+def read_tools(body: Body) -> tuple[Tools, dict[str, str]]:
+    """Return the tools of a body, and the client's names for the native fields with their schemas. Raises
     InvalidArgumentError if tools or tool_choice are invalid, or UnsupportedError if a tool is not a function.
     """
     schemas: dict[str, Schema] = {}
@@ -27,7 +27,7 @@ def read_tools(body: Body) -> tuple[Tools, str]:
             strict.add(name)
     is_parallel = body.flag("parallel_tool_calls") is not False
     tools = _chosen(body, Tools(schemas, definitions, strict=frozenset(strict), is_parallel=is_parallel))
-    return tools, schema_field(tools, paths)
+    return tools, schema_names(tools, paths)
 
 
 def check_new_tool(name: str, known: Mapping[str, object], field: str) -> None:
@@ -36,12 +36,13 @@ def check_new_tool(name: str, known: Mapping[str, object], field: str) -> None:
         raise InvalidArgumentError(f"{name[:64]!r} is already the name of an earlier tool", field=field)
 
 
-def schema_field(tools: Tools, paths: Mapping[str, str]) -> str:
-    """Return the client's field with the schema that restricts calls; `paths` has the field of each tool's schema."""
+def schema_names(tools: Tools, paths: Mapping[str, str]) -> dict[str, str]:
+    """Return the client's names for the native fields with schemas; `paths` has the field of each tool's schema."""
+    names = {tool_field(name): paths[name] for name in tools.schemas}
     if tools.choice == "named":
-        return paths[tools.named]
-    names = list(tools.schemas if tools.choice == "required" else tools.strict)
-    return paths[names[0]] if len(names) == 1 else "tools"
+        return names | {"guided_decoding": paths[tools.named]}
+    restricted = list(tools.schemas if tools.choice == "required" else tools.strict)
+    return names | {"guided_decoding": paths[restricted[0]] if len(restricted) == 1 else "tools"}
 
 
 def _chosen(body: Body, tools: Tools) -> Tools:

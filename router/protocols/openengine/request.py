@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
 from protos import openengine_pb2 as oe
-from router.protocols.openai.parameters import json_object_guide
+from router.protocols.openai.parameters import choice_guide, json_object_guide
 
 _PRIORITY_KEY = "openengine-priority"
 _COPIED = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
@@ -105,9 +104,7 @@ def _guide(guided: oe.GuidedDecoding) -> pb.GuidedDecodingConfig:
     if kind == "choice":
         if not guided.choice.choices:
             raise InvalidArgumentError("must not be empty", field="guided.choice.choices")
-        # A JSON string is also an EBNF literal.
-        rule = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in guided.choice.choices)
-        return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=f"root ::= {rule}")
+        return choice_guide(guided.choice.choices)
     if kind is None:
         raise InvalidArgumentError("must be set", field="guided.guide")
     raise UnsupportedError("this kind of guide is not supported", field=f"guided.{kind}")

@@ -297,7 +297,7 @@ class ResponsesApi:
             await stored.job.conversation.prepare(self._prompts, self._folder, renders=True)
 
         try:
-            output = await self._front.start(native, None, stored.key, prepare)
+            output = await self._front.start(native, None, stored.key, prepare, stored.job.conversation.guide_parts)
         except InvalidArgumentError as error:
             if error.field == "attachment":
                 raise InvalidArgumentError(f"{error.message}; with store=false, it is smaller", field="input") from None

@@ -20,7 +20,7 @@ from router.protocols.openai.parameters import (
     read_cache_retention_s,
     read_client_id,
 )
-from router.protocols.openai.tools import check_new_tool, schema_field
+from router.protocols.openai.tools import check_new_tool, schema_names
 from router.protocols.responses.items import CUSTOM_SCHEMA, Item, Turns, input_items
 
 _MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
@@ -109,8 +109,8 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
         request.chat.template_variables_json = json.dumps(variables)
     ignored += _text_format(body, request)
     _refuse_values(body)
-    tools, custom, schema_path = _tools(body)
-    names |= _names(request, turns, schema_path)
+    tools, custom, schema_names = _tools(body)
+    names |= _names(request, turns, schema_names)
     if model.hides(tools):
         ignored.append("tools")
     if model.ignores_strict(replace(tools, strict=tools.strict - custom)):
@@ -141,11 +141,11 @@ def _fill_sampling(body: Body, request: pb.GenerateRequest) -> None:
             setattr(request.sampling, name, value)
 
 
-def _names(request: pb.GenerateRequest, turns: Turns, schema_path: str) -> dict[str, str]:
-    """Return the client's names for native fields; `schema_path` is the field with the schema that restricts calls."""
+def _names(request: pb.GenerateRequest, turns: Turns, schema_names: dict[str, str]) -> dict[str, str]:
+    """Return the client's names for native fields; `schema_names` are those for the tools' schemas."""
     names = {"max_tokens": "max_output_tokens", **dict.fromkeys(("chat", "token_ids", "prompt_tuning.table"), "input")}
-    guide = "text.format" if request.HasField("guided_decoding") else schema_path
-    return names | image_names(request, turns.image_fields) | {"guided_decoding": guide}
+    own = {"guided_decoding": "text.format"} if request.HasField("guided_decoding") else {}
+    return names | image_names(request, turns.image_fields) | schema_names | own
 
 
 def _text_format(body: Body, request: pb.GenerateRequest) -> list[str]:
@@ -186,9 +186,9 @@ def _refuse_values(body: Body) -> None:
         raise InvalidArgumentError(reason, field="metadata")
 
 
-def _tools(body: Body) -> tuple[Tools, frozenset[str], str]:
-    """Return the tools of a body, the names of those whose input is free text, and the field with the schema that
-    restricts calls.
+def _tools(body: Body) -> tuple[Tools, frozenset[str], dict[str, str]]:
+    """Return the tools of a body, the names of those whose input is free text, and the client's names for the native
+    fields with their schemas.
     """
     schemas: dict[str, Schema] = {}
     definitions: dict[str, object] = {}
@@ -216,7 +216,7 @@ def _tools(body: Body) -> tuple[Tools, frozenset[str], str]:
             strict.add(name)
     is_parallel = body.flag("parallel_tool_calls") is not False
     tools = _chosen(body, Tools(schemas, definitions, strict=frozenset(strict), is_parallel=is_parallel))
-    return tools, frozenset(custom), schema_field(tools, paths)
+    return tools, frozenset(custom), schema_names(tools, paths)
 
 
 def _chosen(body: Body, tools: Tools) -> Tools:

@@ -234,6 +234,19 @@ async def test_models_are_listed_in_anthropics_format(client: anthropic.AsyncAnt
     assert not listed.has_next_page()
 
 
+async def test_an_invalid_schema_is_named_among_several_tools(client: anthropic.AsyncAnthropic) -> None:
+    tools: Any = [{"name": name, "input_schema": {"type": "object", "x": {}}} for name in "ab"]
+    tools[1]["input_schema"]["properties"] = {"city": {"type": "town"}}
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\[1\]\.input_schema: Invalid type: town"):
+        await client.messages.create(
+            model="smollm2",
+            max_tokens=5,
+            messages=[{"role": "user", "content": "Hi"}],
+            tools=tools,
+            tool_choice={"type": "any"},
+        )
+
+
 async def test_an_image_that_is_refused_is_named_by_its_own_field(client: anthropic.AsyncAnthropic) -> None:
     """The model reads no images, which is a check of the native request."""
     source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}

@@ -129,6 +129,7 @@ async def test_the_router_s_own_checks(client: openai.AsyncOpenAI) -> None:
         ({"safety_identifier": LONG}, "safety_identifier"),
         ({"user": LONG, "safety_identifier": "x"}, "user"),
         ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
         ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
         # Texts are joined in the native request, so that the image is its part 1.
         (
@@ -140,6 +141,20 @@ async def test_the_router_s_own_checks(client: openai.AsyncOpenAI) -> None:
         assert (await refusal(client, "/chat/completions", fields)).param == param
     refused = await refusal(client, "/chat/completions", {**TWO, "tool_choice": "required", "guided_regex": "a"})
     assert (refused.param, "guided_regex" in refused.message) == ("tool_choice", True)
+
+
+async def test_an_invalid_schema_is_named_among_several_tools(client: openai.AsyncOpenAI) -> None:
+    odd = {"type": "object", "properties": {"city": {"type": "town"}}}
+    three = [tool("f"), tool("a.b"), tool("g")]
+    wrong = {"type": "function", "function": {"name": "a.b", "parameters": odd}}
+    refused = await refusal(
+        client, "/chat/completions", {"tools": [three[0], wrong, three[2]], "tool_choice": "required"}
+    )
+    assert (refused.param, "Invalid type: town" in refused.message) == ("tools[1].function.parameters", True)
+    refused = await refusal(
+        client, "/responses", {"tools": [flat("f"), {**flat("g"), "parameters": odd}], "tool_choice": "required"}
+    )
+    assert (refused.param, "Invalid type: town" in refused.message) == ("tools[1].parameters", True)
 
 
 async def test_a_stream_that_fails(cluster: Cluster, router: Part) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, cast
 
@@ -195,7 +196,9 @@ async def test_kv_events_of_all_groups_are_sent_for_each_rank(
     call.cancel()
 
 
-def test_choices_with_any_letters_are_a_grammar() -> None:
-    choices = ["é", "日本", 'a "b"']
-    guide = _guide(oe.GuidedDecoding(choice=oe.ChoiceConstraint(choices=choices))).guide
-    assert guide == 'root ::= "é" | "日本" | "a \\"b\\""'
+def test_choices_may_contain_any_characters() -> None:
+    choices = ["é", "日本", 'a "b"', "a\nb\t\x01", "(.*)\\", "x"]
+    config = _guide(oe.GuidedDecoding(choice=oe.ChoiceConstraint(choices=choices)))
+    assert config.guide_type == pb.GUIDE_TYPE_REGEX
+    assert all(re.fullmatch(config.guide, choice) for choice in choices)
+    assert not any(re.fullmatch(config.guide, text) for text in ("", "a", 'xa "b"', "(b)\\"))

@@ -174,6 +174,13 @@ def test_json_comes_after_open_reasoning(tokenizer: tuple[llguidance.LLTokenizer
         assert not accepts(library, guide, text)
 
 
+def test_a_schema_may_set_its_formatting(tokenizer: tuple[llguidance.LLTokenizer, dict[str, int]]) -> None:
+    library, tokens = tokenizer
+    guide = after_thinking({**SCHEMA, "x-guidance": {"key_separator": ":"}}, "</think>", tokens)
+    assert accepts(library, guide, '</think>{"city":"Oslo", "days":3}')
+    assert not accepts(library, guide, f"</think>{GOOD}")
+
+
 def test_text_that_the_grammar_allows_parses_as_a_call() -> None:
     for name, (_, text) in GUIDED.items():
         parser = model_format(name.split()[0]).parser(Offer(TOOLS))

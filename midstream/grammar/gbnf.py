@@ -1,0 +1,289 @@
+"""Parses GBNF, the grammars of llama.cpp."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_MAX_CHARACTER = 0x10FFFF
+SURROGATES = (0xD800, 0xDFFF)
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}
+_HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
+_NAME = re.compile(r"[\w-]+")
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_SPACE, _SPACE_AND_LINES = re.compile(r"(?:[ \t]|#[^\r\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
+
+# Inclusive ranges of code points, in ascending order.
+Ranges = tuple[tuple[int, int], ...]
+
+
+class GbnfError(ValueError):
+    """The text is not a grammar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Characters:
+    """One character in any of the ranges."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Two or more characters."""
+
+    text: str
+
+    @property
+    def characters(self) -> Sequence:
+        return Sequence(tuple(Characters(((ord(c), ord(c)),)) for c in self.text))
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The text of another rule."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """The items in this order."""
+
+    items: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of the items."""
+
+    items: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """`most` is None if the number of repetitions is unlimited."""
+
+    item: Node
+    least: int
+    most: int | None
+
+
+Node = Characters | Literal | Reference | Sequence | Choice | Repetition
+EMPTY = Sequence(())
+
+
+def parse_gbnf(text: str) -> dict[str, Node]:
+    """Return the rules by name.
+
+    Raises:
+        GbnfError: The text is not a grammar; the message says where, or which rule is missing.
+    """
+    return _Parser(text).rules()
+
+
+class _Parser:
+    """Parses GBNF. Unlike in llama.cpp, the alternatives of a rule may also begin on new lines."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+
+    def rules(self) -> dict[str, Node]:
+        rules: dict[str, Node] = {}
+        self._skip(_SPACE_AND_LINES)
+        while self._at < len(self._text):
+            name = self._take(_NAME, "the name of a rule")
+            if name in rules:
+                raise GbnfError(f"the rule {name[:64]!r} is defined twice")
+            self._skip(_SPACE)
+            self._expect("::=")
+            self._skip(_SPACE_AND_LINES)
+            rules[name] = self._choice(is_nested=False)
+            self._skip(_SPACE_AND_LINES)
+        if "root" not in rules:
+            raise GbnfError("the grammar has no rule 'root'")
+        for name in (name for node in rules.values() for name in references(node)):
+            if name not in rules:
+                raise GbnfError(f"the rule {name[:64]!r} is not defined")
+        return rules
+
+    def _choice(self, *, is_nested: bool) -> Node:
+        items = [self._sequence(is_nested=is_nested)]
+        while True:
+            end = self._at
+            self._skip(_SPACE_AND_LINES)
+            if self._peek() != "|":
+                self._at = end
+                return items[0] if len(items) == 1 else Choice(tuple(items))
+            self._at += 1
+            self._skip(_SPACE_AND_LINES)
+            items.append(self._sequence(is_nested=is_nested))
+
+    def _sequence(self, *, is_nested: bool) -> Node:
+        items: list[Node] = []
+        space = _SPACE_AND_LINES if is_nested else _SPACE
+        while (character := self._peek()) and character not in "|)\r\n":
+            items.append(self._repeated(self._item()))
+            self._skip(space)
+        return items[0] if len(items) == 1 else Sequence(tuple(items))
+
+    def _item(self) -> Node:
+        character = self._peek()
+        if character == '"':
+            return self._literal()
+        if character == "[":
+            return self._class()
+        if character == ".":
+            self._at += 1
+            return Characters(((0, _MAX_CHARACTER),))
+        if character == "(":
+            self._at += 1
+            self._skip(_SPACE_AND_LINES)
+            item = self._choice(is_nested=True)
+            self._skip(_SPACE_AND_LINES)
+            self._expect(")")
+            return item
+        return Reference(self._take(_NAME, "a literal, a character class, a group or the name of a rule"))
+
+    def _repeated(self, item: Node) -> Node:
+        while True:
+            self._skip(_SPACE)
+            character = self._peek()
+            if character and character in "*+?":
+                self._at += 1
+                item = Repetition(item, int(character == "+"), 1 if character == "?" else None)
+            elif character == "{":
+                self._at += 1
+                item = Repetition(item, *self._bounds())
+            else:
+                return item
+
+    def _bounds(self) -> tuple[int, int | None]:
+        self._skip(_SPACE_AND_LINES)
+        least = int(self._take(_NUMBER, "a number"))
+        most: int | None = least
+        self._skip(_SPACE_AND_LINES)
+        if self._peek() == ",":
+            self._at += 1
+            self._skip(_SPACE_AND_LINES)
+            most = None if self._peek() == "}" else int(self._take(_NUMBER, "a number or '}'"))
+            self._skip(_SPACE_AND_LINES)
+        self._expect("}")
+        if most is not None and most < least:
+            raise self._error("a maximum that is not below the minimum")
+        return least, most
+
+    def _literal(self) -> Node:
+        self._at += 1
+        characters: list[str] = []
+        while self._peek() != '"':
+            characters.append(self._character())
+        self._at += 1
+        if len(characters) == 1:
+            return Characters(((ord(characters[0]), ord(characters[0])),))
+        return Literal("".join(characters)) if characters else EMPTY
+
+    def _class(self) -> Node:
+        self._at += 1
+        is_negated = self._peek() == "^"
+        self._at += is_negated
+        ranges: list[tuple[int, int]] = []
+        while self._peek() != "]":
+            first = last = ord(self._character())
+            if self._peek() == "-" and self._text[self._at + 1 : self._at + 2] != "]":
+                self._at += 1
+                last = ord(self._character())
+                if last < first:
+                    raise self._error("a range in ascending order")
+            ranges.append((first, last))
+        self._at += 1
+        found = _united(ranges)
+        return Characters(_complement(found) if is_negated else found)
+
+    def _character(self) -> str:
+        """Read one character, which may be escaped."""
+        character = self._peek()
+        if not character:
+            raise self._error("the end of a literal or of a character class")
+        self._at += 1
+        if character != "\\":
+            return character
+        kind = self._peek()
+        self._at += 1
+        if kind in _HEX_ESCAPES:
+            digits = self._text[self._at : self._at + _HEX_ESCAPES[kind]]
+            if len(digits) < _HEX_ESCAPES[kind] or not re.fullmatch("[0-9a-fA-F]+", digits):
+                raise self._error(f"{_HEX_ESCAPES[kind]} hexadecimal digits")
+            number = int(digits, 16)
+            if number > _MAX_CHARACTER or SURROGATES[0] <= number <= SURROGATES[1]:
+                raise self._error("the code of a character")
+            self._at += len(digits)
+            return chr(number)
+        if kind in _ESCAPES:
+            return _ESCAPES[kind]
+        if kind and kind.isascii() and kind.isprintable() and not kind.isalnum():
+            return kind
+        self._at -= 1
+        raise self._error('an escape sequence such as \\n, \\" or \\x41')
+
+    def _peek(self) -> str:
+        return self._text[self._at : self._at + 1]
+
+    def _skip(self, pattern: re.Pattern[str]) -> None:
+        found = pattern.match(self._text, self._at)
+        self._at = found.end() if found else self._at
+
+    def _take(self, pattern: re.Pattern[str], wanted: str) -> str:
+        found = pattern.match(self._text, self._at)
+        if found is None:
+            raise self._error(wanted)
+        self._at = found.end()
+        return found[0]
+
+    def _expect(self, text: str) -> None:
+        if not self._text.startswith(text, self._at):
+            raise self._error(repr(text))
+        self._at += len(text)
+
+    def _error(self, wanted: str) -> GbnfError:
+        line = self._text.count("\n", 0, self._at) + 1
+        column = self._at - self._text.rfind("\n", 0, self._at)
+        return GbnfError(f"line {line}, column {column}: expected {wanted}")
+
+
+def children(node: Node) -> tuple[Node, ...]:
+    if isinstance(node, Sequence | Choice):
+        return node.items
+    return (node.item,) if isinstance(node, Repetition) else ()
+
+
+def with_parts(node: Node) -> Iterator[Node]:
+    """Yield a node and all nodes in it."""
+    waiting = [node]
+    while waiting:
+        found = waiting.pop()
+        yield found
+        waiting += reversed(children(found))
+
+
+def references(node: Node) -> Iterator[str]:
+    """Yield the names of the rules that a node refers to."""
+    return (found.name for found in with_parts(node) if isinstance(found, Reference))
+
+
+def _united(ranges: list[tuple[int, int]]) -> Ranges:
+    """Return ranges in ascending order that neither overlap nor touch."""
+    found: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(found[-1][1], last)
+        else:
+            found.append((first, last))
+    return tuple(found)
+
+
+def _complement(ranges: Ranges) -> Ranges:
+    edges = [-1, *(edge for item in ranges for edge in item), _MAX_CHARACTER + 1]
+    return tuple((low + 1, high - 1) for low, high in zip(edges[::2], edges[1::2], strict=True) if low + 1 < high)
