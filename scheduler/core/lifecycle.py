@@ -63,6 +63,7 @@ class Lifecycle:
         self._effects = effects
         self._num_tensor_bytes = 0
         self._num_seen = 0
+        self._deadlines: dict[Request, int] = {}  # numbers of the timers of unfinished requests
 
     @property
     def num_unfinished(self) -> int:
@@ -147,7 +148,8 @@ class Lifecycle:
         request.accept(now)
         self.requests.add(request)
         if spec.deadline_ns is not None:
-            self._timers.at(spec.deadline_ns, partial(self._on_deadline, spec.request_id, request.ordinal))
+            on_deadline = partial(self._on_deadline, spec.request_id, request.ordinal)
+            self._deadlines[request] = self._timers.at(spec.deadline_ns, on_deadline)
         if not spec.is_detached:
             self._timers.at(now + self._config.orphan_grace_ns, partial(self._on_orphaned, spec.request_id))
         return request
@@ -223,6 +225,8 @@ class Lifecycle:
         if request in self._queue:
             self._queue.remove(request)
         request.complete(self._clock.now_ns)
+        if request in self._deadlines:
+            self._timers.cancel(self._deadlines.pop(request))
         self._queue.settle(request)
         self._count_finished(request)
         self._effects.append(RequestEnded(request, request.sequences))
