@@ -61,7 +61,7 @@ class Lifecycle:
         self._totals = totals
         self._clock = clock
         self._effects = effects
-        self._num_tensor_bytes = 0
+        self._num_large_bytes = 0
         self._num_seen = 0
         self._deadlines: dict[Request, int] = {}  # numbers of the timers of unfinished requests
 
@@ -96,11 +96,11 @@ class Lifecycle:
         if failure is not None:
             self._effects.append(Refused(spec.request_id, failure))
             return None
-        if spec.tensor_bytes and not self._make_room(spec.tensor_bytes):
+        if spec.num_large_bytes and not self._make_room(spec.num_large_bytes):
             self._refuse(
                 spec,
                 RESOURCE_EXHAUSTED,
-                "the memory for logits and hidden states is in use by other requests; retry later",
+                "the memory for tensors and attachments is in use by other requests; retry later",
             )
             return None
         request = self._take_in(spec)
@@ -131,6 +131,7 @@ class Lifecycle:
         """Keep a request that had already ended for clients that resume it, without counting it again."""
         self._num_seen += 1
         request = Request.restored(event.spec, self._num_seen, finish)
+        self._num_large_bytes += event.spec.num_large_bytes
         self.requests.add(request)
         return request
 
@@ -144,7 +145,7 @@ class Lifecycle:
         now = self._clock.now_ns
         self._num_seen += 1
         request = Request(spec, self._num_seen)
-        self._num_tensor_bytes += spec.tensor_bytes
+        self._num_large_bytes += spec.num_large_bytes
         request.accept(now)
         self.requests.add(request)
         if spec.deadline_ns is not None:
@@ -241,18 +242,18 @@ class Lifecycle:
         totals.e2e_request_latency.observe(self._clock.now_ns - request.times.queued_ns)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Free memory for a request's tensors by dropping ended requests that nobody reads; return False if that is not
-        enough.
+        """Free memory for a request's tensors and attachments by dropping ended requests that nobody reads; return
+        False if that is not enough.
         """
         limit = self._config.max_tensor_bytes - num_bytes
-        if self._num_tensor_bytes > limit:
+        if self._num_large_bytes > limit:
             for request in self.requests.ended:
-                if request.spec.tensor_bytes and not request.num_attached and self._num_tensor_bytes > limit:
+                if request.spec.num_large_bytes and not request.num_attached and self._num_large_bytes > limit:
                     self.requests.forget(request)
-        return self._num_tensor_bytes <= limit
+        return self._num_large_bytes <= limit
 
     def _forget(self, request: Request) -> None:
-        self._num_tensor_bytes -= request.spec.tensor_bytes
+        self._num_large_bytes -= request.spec.num_large_bytes
         self._effects.append(RequestForgotten(request))
 
     def _on_deadline(self, request_id: str, ordinal: int, _: int) -> None:
