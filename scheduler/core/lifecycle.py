@@ -39,6 +39,7 @@ class Lifecycle:
 
     Attributes:
         requests: Unfinished requests, and ended ones that are still kept.
+        detached: Unfinished requests that are detached.
         is_draining: Whether new requests are rejected.
     """
 
@@ -53,6 +54,7 @@ class Lifecycle:
         effects: list[Effect],
     ) -> None:
         self.requests = RequestTable(config, timers, self._forget)
+        self.detached: dict[Request, None] = {}
         self.is_draining = False
         self.last_queue_time_ns = 0
         self._config = config
@@ -151,7 +153,9 @@ class Lifecycle:
         if spec.deadline_ns is not None:
             on_deadline = partial(self._on_deadline, spec.request_id, request.ordinal)
             self._deadlines[request] = self._timers.at(spec.deadline_ns, on_deadline)
-        if not spec.is_detached:
+        if spec.is_detached:
+            self.detached[request] = None
+        else:
             self._timers.at(now + self._config.orphan_grace_ns, partial(self._on_orphaned, spec.request_id))
         return request
 
@@ -228,6 +232,7 @@ class Lifecycle:
         request.complete(self._clock.now_ns)
         if request in self._deadlines:
             self._timers.cancel(self._deadlines.pop(request))
+        self.detached.pop(request, None)
         self._queue.settle(request)
         self._count_finished(request)
         self._effects.append(RequestEnded(request, request.sequences))
