@@ -42,6 +42,7 @@ class RequestSpec:
         attached_bytes: Size of the embeddings and the attachment in the payload.
         digest: Hash of the contents, which distinguishes a repeated Submit from another request with the same id.
         keep_ns: How long it is kept after its end, beyond the usual time; used by the edge only.
+        wants_log_probs: Whether log probabilities of output tokens are returned; used by the edge only.
         payload: The normalized GenerateRequest, serialized; opaque to the core.
     """
 
@@ -75,6 +76,7 @@ class RequestSpec:
     decode_duration_ns: int | None = None
     digest: bytes = b""
     keep_ns: int = 0
+    wants_log_probs: bool = False
     payload: bytes = b""
 
     @property

@@ -95,6 +95,7 @@ def spec_from_proto(
         else None,
         digest=_digest(request),
         keep_ns=request.keep_s * _NS_PER_S,
+        wants_log_probs=has_output and request.output.HasField("log_probs"),
         payload=request.SerializeToString(),
         **retention,
         **adapters,
