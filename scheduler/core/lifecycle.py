@@ -280,7 +280,6 @@ class Lifecycle:
 
 def _is_overtaken(known: SequenceEnd, found: SequenceEnd) -> bool:
     """Return whether a stop word precedes the recorded end of its sequence, which was reached before the stop word was
-    found.
+    found. The client gets the output up to the stop word, whatever ended the sequence after it.
     """
-    came_by_itself = known.reason in (FinishReason.STOP, FinishReason.LENGTH) and not known.stop_word
-    return came_by_itself and found.num_tokens <= known.num_tokens
+    return not known.stop_word and found.num_tokens <= known.num_tokens

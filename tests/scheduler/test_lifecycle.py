@@ -172,6 +172,24 @@ def test_a_stop_word_found_late_replaces_an_end_by_length() -> None:
     assert harness.handle(StopWordFound(harness.now_ns, "a", 0, 9, "so")) == []
 
 
+def test_a_stop_word_found_late_replaces_an_end_by_a_deadline() -> None:
+    """The client gets the output up to the stop word, so the same output must be recorded as its usage."""
+    harness = Harness()
+    harness.add_group(num_blocks=512)
+    harness.submit("a", 3, 500, deadline_ns=harness.now_ns + 100 * MS)
+    for _ in range(6):
+        harness.turn()
+        harness.finish_step()
+    harness.advance(100)
+    assert harness.ended == {"a": FinishReason.DEADLINE}
+    request = harness.core.lifecycle.requests["a"]
+    assert request.num_output_tokens > 3
+    harness.handle(StopWordFound(harness.now_ns, "a", 0, 3, "so"))
+    end = request.sequences[0].end
+    assert end is not None
+    assert (end.reason, request.num_output_tokens) == (FinishReason.STOP, 3)
+
+
 def test_stop_tokens_wait_for_min_tokens() -> None:
     harness = Harness()
     harness.add_group()
