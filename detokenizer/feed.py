@@ -125,7 +125,7 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
         self._take_each(batch.opened, self._open)
         self._push_tokens(batch)
         self._take_each(batch.outputs, _add_outputs)
-        self._take_each(batch.sequence_ends, _end_sequence)
+        self._take_each(batch.sequence_ends, self._end_sequence)
         self._take_each(batch.ended, _end)
         for ended in batch.ended:
             self._streams.pop(ended.stream, None)
@@ -161,6 +161,9 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
                     stream.fail(ExecutionError(f"invalid tokens: {error}"))
             start += length
         self._pool.count_tokens(len(token_ids))
+
+    def _end_sequence(self, stream: OutputStream, end: pb.FeedSequenceEnd) -> None:
+        stream.end_sequence(sequence_end_from_proto(end), self)
 
     def _open(self, stream: OutputStream, opened: pb.FeedOpened) -> None:
         if opened.HasField("num_prompt_tokens"):
@@ -276,10 +279,6 @@ class FeedPool:
 
 def _add_outputs(stream: OutputStream, outputs: pb.FeedOutputs) -> None:
     stream.add_outputs(outputs.sequence_index, outputs.token_offset, extras_from_proto(outputs))
-
-
-def _end_sequence(stream: OutputStream, end: pb.FeedSequenceEnd) -> None:
-    stream.end_sequence(sequence_end_from_proto(end))
 
 
 def _end(stream: OutputStream, ended: pb.FeedEnded) -> None:

@@ -47,6 +47,7 @@ class _Sequence:
     pending: Chunk | None = None
     has_ended: bool = False
     is_stop_due: bool = False  # whether the stop must be sent again, because the feed was reopened
+    is_stop_known: bool = False  # whether the scheduler has ended the sequence at the stop
     num_dropped: int = 0  # tokens after the stop word, which the scheduler has counted as output
     outputs: OutputCursor = field(default_factory=OutputCursor)
     early: list[tuple[int, Extras]] = field(default_factory=list)  # outputs of tokens not yet received
@@ -119,7 +120,7 @@ class OutputStream:
                 sequence.outputs.reopen()
                 sequence.early.clear()
                 # The scheduler may not have received the stop, or may have failed before it was committed.
-                sequence.is_stop_due = sequence.text.stop_at is not None and not sequence.has_ended
+                sequence.is_stop_due = sequence.text.stop_at is not None and not sequence.is_stop_known
             return
         self._opened = opened
         self._num_prompt = len(opened.rules.prompt_ids)
@@ -212,8 +213,8 @@ class OutputStream:
         for token_offset, extras in early:
             self.add_outputs(sequence_index, token_offset, extras)
 
-    def end_sequence(self, end: SequenceEnd) -> None:
-        """End a sequence, and release its remaining text."""
+    def end_sequence(self, end: SequenceEnd, upstream: Upstream | None = None) -> None:
+        """End a sequence, and release its remaining text; report a stop word in it to `upstream`."""
         if self._opened is None or end.sequence_index >= len(self._sequences):
             return
         sequence = self._sequences[end.sequence_index]
@@ -229,12 +230,16 @@ class OutputStream:
                 self._deliver(end.sequence_index, sequence, token_offset, extras, 0)
             sequence.early.clear()
         include_stop = self._opened.rules.include_stop
+        was_stopped = text.stop_at is not None
         rest = text.finish(ends_with_stop_token=isinstance(end.matched_stop, int) and not include_stop)
         reason, matched, log_prob = end.reason, end.matched_stop, end.cumulative_log_prob
         if text.stop_at is not None:
             # The sequence ends at the stop word even if the scheduler learned of it too late.
             reason, matched, log_prob = FinishReason.STOP, text.stop_word, None
             sequence.num_dropped = max(end.num_tokens - text.stop_at, 0)
+            sequence.is_stop_known = end.matched_stop == text.stop_word
+            if upstream is not None and not was_stopped:
+                upstream.send_stop(self, end.sequence_index, text.stop_at, text.stop_word or "")
         self._add(end.sequence_index, sequence, self._end_offset(sequence), (), rest, "")
         chunk = sequence.pending or Chunk(end.sequence_index, self._end_offset(sequence))
         chunk.is_sequence_final = True

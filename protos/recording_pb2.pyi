@@ -223,6 +223,7 @@ class RecordedRequest(google.protobuf.message.Message):
     DECODE_DURATION_NS_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     TENSOR_BYTES_FIELD_NUMBER: builtins.int
+    ATTACHED_BYTES_FIELD_NUMBER: builtins.int
     LORA_KEY_FIELD_NUMBER: builtins.int
     LORA_BYTES_FIELD_NUMBER: builtins.int
     PROMPT_KEY_FIELD_NUMBER: builtins.int
@@ -248,6 +249,7 @@ class RecordedRequest(google.protobuf.message.Message):
     decode_duration_ns: builtins.int
     digest: builtins.bytes
     tensor_bytes: builtins.int
+    attached_bytes: builtins.int
     lora_key: builtins.str
     lora_bytes: builtins.int
     prompt_key: builtins.str
@@ -285,6 +287,7 @@ class RecordedRequest(google.protobuf.message.Message):
         decode_duration_ns: builtins.int | None = ...,
         digest: builtins.bytes = ...,
         tensor_bytes: builtins.int = ...,
+        attached_bytes: builtins.int = ...,
         lora_key: builtins.str = ...,
         lora_bytes: builtins.int = ...,
         prompt_key: builtins.str = ...,
@@ -296,7 +299,7 @@ class RecordedRequest(google.protobuf.message.Message):
         num_draft_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_deadline_ns", b"_deadline_ns", "_decode_duration_ns", b"_decode_duration_ns", "deadline_ns", b"deadline_ns", "decode_duration_ns", b"decode_duration_ns"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_deadline_ns", b"_deadline_ns", "_decode_duration_ns", b"_decode_duration_ns", "arrival_ns", b"arrival_ns", "beam_diversity_rate", b"beam_diversity_rate", "beam_width", b"beam_width", "cache_salt", b"cache_salt", "client_id", b"client_id", "deadline_ns", b"deadline_ns", "decode_duration_ns", b"decode_duration_ns", "decode_priority", b"decode_priority", "digest", b"digest", "early_stopping", b"early_stopping", "is_cacheable", b"is_cacheable", "is_detached", b"is_detached", "length_penalty", b"length_penalty", "lora_bytes", b"lora_bytes", "lora_key", b"lora_key", "lora_name", b"lora_name", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_draft_tokens", b"num_draft_tokens", "num_sequences", b"num_sequences", "num_virtual_tokens", b"num_virtual_tokens", "priority", b"priority", "prompt", b"prompt", "prompt_key", b"prompt_key", "request_id", b"request_id", "retention", b"retention", "stop_token_ids", b"stop_token_ids", "tensor_bytes", b"tensor_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_deadline_ns", b"_deadline_ns", "_decode_duration_ns", b"_decode_duration_ns", "arrival_ns", b"arrival_ns", "attached_bytes", b"attached_bytes", "beam_diversity_rate", b"beam_diversity_rate", "beam_width", b"beam_width", "cache_salt", b"cache_salt", "client_id", b"client_id", "deadline_ns", b"deadline_ns", "decode_duration_ns", b"decode_duration_ns", "decode_priority", b"decode_priority", "digest", b"digest", "early_stopping", b"early_stopping", "is_cacheable", b"is_cacheable", "is_detached", b"is_detached", "length_penalty", b"length_penalty", "lora_bytes", b"lora_bytes", "lora_key", b"lora_key", "lora_name", b"lora_name", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_draft_tokens", b"num_draft_tokens", "num_sequences", b"num_sequences", "num_virtual_tokens", b"num_virtual_tokens", "priority", b"priority", "prompt", b"prompt", "prompt_key", b"prompt_key", "request_id", b"request_id", "retention", b"retention", "stop_token_ids", b"stop_token_ids", "tensor_bytes", b"tensor_bytes"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_deadline_ns", b"_deadline_ns"]) -> typing.Literal["deadline_ns"] | None: ...
     @typing.overload

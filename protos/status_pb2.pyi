@@ -599,6 +599,7 @@ class CellStatus(google.protobuf.message.Message):
     TIME_TO_FIRST_TOKEN_FIELD_NUMBER: builtins.int
     INTER_TOKEN_LATENCY_FIELD_NUMBER: builtins.int
     QUEUE_TIME_FIELD_NUMBER: builtins.int
+    DETACHED_FIELD_NUMBER: builtins.int
     cell: builtins.str
     scheduler_epoch: builtins.int
     is_draining: builtins.bool
@@ -620,6 +621,8 @@ class CellStatus(google.protobuf.message.Message):
     def inter_token_latency(self) -> global___DurationCounts: ...
     @property
     def queue_time(self) -> global___DurationCounts: ...
+    @property
+    def detached(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DetachedRequests]: ...
     def __init__(
         self,
         *,
@@ -634,11 +637,33 @@ class CellStatus(google.protobuf.message.Message):
         time_to_first_token: global___DurationCounts | None = ...,
         inter_token_latency: global___DurationCounts | None = ...,
         queue_time: global___DurationCounts | None = ...,
+        detached: collections.abc.Iterable[global___DetachedRequests] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["counts", b"counts", "inter_token_latency", b"inter_token_latency", "queue_time", b"queue_time", "requests", b"requests", "time_to_first_token", b"time_to_first_token"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cell", b"cell", "counts", b"counts", "detokenizers", b"detokenizers", "groups", b"groups", "inter_token_latency", b"inter_token_latency", "is_draining", b"is_draining", "queue_time", b"queue_time", "requests", b"requests", "routers", b"routers", "scheduler_epoch", b"scheduler_epoch", "time_to_first_token", b"time_to_first_token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cell", b"cell", "counts", b"counts", "detached", b"detached", "detokenizers", b"detokenizers", "groups", b"groups", "inter_token_latency", b"inter_token_latency", "is_draining", b"is_draining", "queue_time", b"queue_time", "requests", b"requests", "routers", b"routers", "scheduler_epoch", b"scheduler_epoch", "time_to_first_token", b"time_to_first_token"]) -> None: ...
 
 global___CellStatus = CellStatus
+
+@typing.final
+class DetachedRequests(google.protobuf.message.Message):
+    """One client's detached requests that run while nobody reads them. Routers count them for the client's quota."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CLIENT_FIELD_NUMBER: builtins.int
+    REQUEST_IDS_FIELD_NUMBER: builtins.int
+    client: builtins.str
+    @property
+    def request_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        client: builtins.str = ...,
+        request_ids: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client", b"client", "request_ids", b"request_ids"]) -> None: ...
+
+global___DetachedRequests = DetachedRequests
 
 @typing.final
 class DurationCounts(google.protobuf.message.Message):

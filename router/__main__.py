@@ -128,7 +128,15 @@ async def serve(config: RouterConfig) -> None:
             usage=quotas.usage(),
         )
 
-    status = StatusFeed(cells, folder.name, router_status, server.draining, watchers=watchers, on_routers=quotas.learn)
+    status = StatusFeed(
+        cells,
+        folder.name,
+        router_status,
+        server.draining,
+        watchers=watchers,
+        on_routers=quotas.learn,
+        on_detached=quotas.learn_detached,
+    )
     add_servicers(server, front, prompts, cells, status, router_id)
     bodies = BodyReader(BodyBudget(max_body_bytes(folder, config.max_body_bytes, config.max_message_bytes)))
     kept = KeptRequests(cells, config.unavailable_timeout_s)

@@ -86,15 +86,23 @@ class Caller:
     def scope(self, request_id: str) -> str:
         """Return a request's internal id, which is unique to the caller if it is authenticated.
 
-        An admin refers to other callers' requests by their internal ids, which the logs and the status show.
+        An admin refers to other callers' requests by their internal ids, which the logs and the status show. Nobody
+        else can refer to a request by its internal id.
         """
-        if not self.is_authenticated or (Role.ADMIN in self.roles and _INNER_ID.fullmatch(request_id)):
+        is_internal = _INNER_ID.fullmatch(request_id) is not None
+        if Role.ADMIN in self.roles if is_internal else not self.is_authenticated:
             return request_id
         return f"{request_id}@{self._digest()}"
 
+    def owns(self, request_id: str) -> bool:
+        """Return whether an internal id is that of a request of this caller, which is authenticated."""
+        return request_id.endswith(f"@{self._digest()}")
+
     def salt(self, cache_salt: str) -> str:
         """Return the cache salt that separates an authenticated caller's prefixes from those of all other callers."""
-        return f"{cache_salt}@{self._digest()}" if self.is_authenticated else cache_salt
+        if self.is_authenticated or _INNER_ID.fullmatch(cache_salt):  # which may be that of an authenticated caller
+            return f"{cache_salt}@{self._digest()}"
+        return cache_salt
 
     def require(self, roles: frozenset[Role]) -> None:
         """Raise PermissionDeniedError unless the caller has one of `roles`."""
@@ -103,7 +111,7 @@ class Caller:
             raise PermissionDeniedError(f"{who} must have the role {name_roles(roles)}")
 
     def _digest(self) -> str:
-        return hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(self.owner.encode(), digest_size=8).hexdigest()
 
 
 NO_CERTIFICATE = PeerCertificate()

@@ -58,7 +58,9 @@ class SchedulerConfig(GrpcServiceConfig):
     worker_progress_timeout_ms: int = setting(
         30_000, "Time without a finished step after which a worker group is considered hung and dropped."
     )
-    max_tensor_bytes: int = setting(1 << 30, "Maximum bytes of logits and hidden states over all requests.")
+    max_tensor_bytes: int = setting(
+        1 << 30, "Maximum bytes of logits, hidden states, embeddings and attachments over all requests."
+    )
     max_worker_deaths: int = setting(
         2, "Fail a request after it has crashed this many workers in a row without producing a new token."
     )

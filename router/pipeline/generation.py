@@ -140,6 +140,11 @@ class Generation:
         self._num_failures = 0  # since the last output
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def may_continue(self) -> bool:
+        """Whether the request may continue while nobody reads it."""
+        return self._request is None or self._request.detached
+
     async def take(self) -> list[Chunk]:
         """Return the next output, at least one chunk; must not be called after the final chunk.
 
@@ -518,7 +523,7 @@ class Output:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._release()
-        self._admission.release()
+        self._admission.release(is_left=not self.is_final and self._generation.may_continue)
         if self._span is not None:
             self._span.end(self._end, error)
         cancelled = isinstance(error, asyncio.CancelledError)
@@ -630,7 +635,7 @@ class FrontDoor:
         if background is not None:
             request.priority = min(request.priority, background.priority)
             timeout_s = max(background.until - time.time(), 0.0)
-        admission, release = self._admit(caller)
+        admission, release = self._admit(caller, caller.scope(request_id))
         span = self._traces.begin("router.generate", request_id) if self._traces is not None else None
         request.trace_parent = str(span.span) if span is not None else ""
         try:
@@ -681,13 +686,13 @@ class FrontDoor:
             release()
             admission.release()
 
-    def _admit(self, caller: Caller) -> tuple[Admission, Callable[[], None]]:
+    def _admit(self, caller: Caller, request_id: str = "") -> tuple[Admission, Callable[[], None]]:
         """Count a request by the caller's quotas and by the limit on streams; return what ends each of the two.
 
         Raises:
             OverloadedError: One of them is reached.
         """
-        admission = self._quotas.admit(caller)
+        admission = self._quotas.admit(caller, request_id)
         try:
             return admission, self._limits.take(caller.name)
         except OverloadedError:
@@ -706,7 +711,7 @@ class FrontDoor:
         current_request_id.set(request_id)
         generation = self.runner.resume(request_id, from_token, from_token_by_sequence, timeout_s, _canceller())
         caller = current_caller.get()
-        release, admission = self._limits.take(caller.name), self._quotas.resume(caller)
+        release, admission = self._limits.take(caller.name), self._quotas.resume(caller, generation.request_id)
         span = self._traces.begin("router.resume", request_id) if self._traces is not None else None
         return Output(request_id, generation, self._metrics, self.draining, release, admission, span=span)
 

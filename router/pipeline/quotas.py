@@ -7,12 +7,15 @@ running request is ended.
 
 A router counts across all of its APIs. Routers of the same cells report their usage to each other through the
 schedulers (usage_reports), so a quota holds for all of them together, with a delay of about two seconds.
+
+A detached request counts as running until it ends. While nobody reads it, its scheduler reports it to all routers.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter as Counts
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
@@ -29,6 +32,8 @@ _PERIOD_S = 60.0
 _BUSY_RETRY_MS = 1000
 _MIN_RETRY_MS = 50
 _MAX_CHARGED = 16_384
+# Time for the scheduler to learn that the last reader of a request has left.
+_LEAVE_S = 0.25
 
 
 class _Rate:
@@ -136,12 +141,13 @@ class Account:
 class Admission:
     """One admitted request, or a reader of its output; call `release` once when it ends."""
 
-    def __init__(self, quotas: Quotas, client: str, *, is_running: bool = True) -> None:
+    def __init__(self, quotas: Quotas, client: str, request_id: str, *, is_running: bool = True) -> None:
         """`client` is the client's name; it is empty if the client is not authenticated and therefore has no quota.
         `is_running` states whether it counts as a running request.
         """
         self._quotas = quotas
         self._client = client
+        self._request_id = request_id
         self._is_released = not is_running
 
     def charge_prompt(self, request_id: str, num_tokens: int) -> None:
@@ -158,11 +164,13 @@ class Admission:
         if num_new:
             self._quotas.charge(self._client, 0, num_new)
 
-    def release(self) -> None:
-        """Record that the request has ended, or that its client has disconnected."""
+    def release(self, *, is_left: bool = False) -> None:
+        """Record that the request has ended, or that its client has disconnected; with `is_left`, the request may
+        continue without it.
+        """
         if self._client and not self._is_released:
             self._is_released = True
-            self._quotas.leave(self._client)
+            self._quotas.leave(self._client, self._request_id, is_left=is_left)
 
 
 class Quotas:
@@ -172,6 +180,11 @@ class Quotas:
         self._clock = clock
         self._accounts: dict[str, Account] = {}
         self._reports = UsageReports(clock)
+        self._read: Counts[str] = Counts()  # requests that run and are read at this router, by id
+        # Requests that run while nobody reads them, by client: as reported by the schedulers, and by the time at which
+        # they were left here.
+        self._unread: dict[str, set[str]] = {}
+        self._left: dict[str, dict[str, float]] = {}
         self._requests: Counter = metrics.counter("client_requests", "Requests by authenticated client.", ("client",))
         self._refused: Counter = metrics.counter(
             "client_refused_requests", "Requests rejected for exceeding a quota.", ("client", "quota")
@@ -182,27 +195,46 @@ class Quotas:
         self._counts: dict[str, tuple[Counter, Counter]] = {}
         self._charged: OrderedDict[tuple[str, str], ChargedTokens] = OrderedDict()
 
-    def admit(self, caller: Caller) -> Admission:
-        """Count a request of `caller`. Raises OverloadedError if the caller's quota is exhausted."""
+    def admit(self, caller: Caller, request_id: str = "") -> Admission:
+        """Count a request of `caller`. Raises OverloadedError if the caller's quota is exhausted.
+
+        Args:
+            request_id: Its internal id. If the request runs already, it is not counted twice.
+        """
         if not caller.is_authenticated:
-            return Admission(self, "")
+            return Admission(self, "", "")
         account = self._account(caller)
+        unread = self._unread_of(caller) - {request_id}
+        num_unread = sum(other not in self._read for other in unread)
         try:
-            account.admit(self._reports.num_running_elsewhere(caller.name))
+            account.admit(self._reports.num_running_elsewhere(caller.name) + num_unread)
         except OverloadedError as error:
             self._refused.labels(caller.name, error.message.partition(":")[0]).inc()
             raise
         self._requests.labels(caller.name).inc()
-        account.num_running += 1
-        self._report(caller.name, account, num_requests=1)
-        return Admission(self, caller.name)
+        self._enter(account, caller.name, request_id, num_requests=1)
+        return Admission(self, caller.name, request_id)
 
-    def resume(self, caller: Caller) -> Admission:
+    def resume(self, caller: Caller, request_id: str = "") -> Admission:
         """Return what is charged for output that `caller` reads of a request that was admitted before."""
         if not caller.is_authenticated:
-            return Admission(self, "", is_running=False)
-        self._account(caller)
-        return Admission(self, caller.name, is_running=False)
+            return Admission(self, "", "", is_running=False)
+        account, is_running = self._account(caller), request_id in self._unread_of(caller)
+        if is_running:
+            self._enter(account, caller.name, request_id)
+        return Admission(self, caller.name, request_id, is_running=is_running)
+
+    def _unread_of(self, caller: Caller) -> set[str]:
+        # A request of an unauthenticated client may have any client id, but not an id of this caller.
+        reported = self._unread.get(caller.name, ())
+        return {request_id for request_id in reported if caller.owns(request_id)}.union(self._left.get(caller.name, ()))
+
+    def _enter(self, account: Account, client: str, request_id: str, num_requests: int = 0) -> None:
+        account.num_running += 1
+        if request_id:
+            self._read[request_id] += 1
+            self._left.get(client, {}).pop(request_id, None)
+        self._report(client, account, num_requests=num_requests)
 
     def forget(self, client: str, request_id: str) -> None:
         """Forget what output of a request its client has been charged for."""
@@ -224,11 +256,29 @@ class Quotas:
         """Return HTTP headers with the caller's remaining quota; none if it has no quota."""
         return self._account(caller).headers() if caller.is_authenticated and caller.quota != Quota() else {}
 
-    def leave(self, client: str) -> None:
-        """Decrement the client's number of running requests."""
+    def leave(self, client: str, request_id: str, *, is_left: bool) -> None:
+        """Decrement the client's number of running requests; with `is_left`, this one may run while nobody reads it."""
         account = self._accounts[client]
         account.num_running -= 1
+        if request_id:
+            self._read[request_id] -= 1
+            if not self._read[request_id]:
+                del self._read[request_id]
+            if is_left:
+                self._left.setdefault(client, {})[request_id] = self._clock()
         self._report(client, account)
+
+    def learn_detached(self, detached: Iterable[status_pb2.DetachedRequests], asked_at: float) -> None:
+        """Note the requests that run while nobody reads them, as the schedulers reported when asked at `asked_at`."""
+        self._unread = {}
+        for item in detached:
+            self._unread.setdefault(item.client, set()).update(item.request_ids)
+        for client, left in list(self._left.items()):
+            kept = {request_id: at for request_id, at in left.items() if at + _LEAVE_S > asked_at}
+            if kept:
+                self._left[client] = kept
+            else:
+                del self._left[client]
 
     def charge(self, client: str, prompt: int, output: int) -> None:
         account = self._accounts[client]

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 
 import grpc.aio
 
@@ -43,15 +43,18 @@ class StatusFeed:
         interval_s: float = _INTERVAL_S,
         watchers: StreamLimits | None = None,
         on_routers: Callable[[list[status_pb2.RouterStatus]], None] = lambda _: None,
+        on_detached: Callable[[Iterable[status_pb2.DetachedRequests], float], None] = lambda *_: None,
     ) -> None:
         """`router` returns the router's own status; `watchers` limits the streams, which end when `draining` is set;
-        `on_routers` is called with the status of the other routers after each poll.
+        `on_routers` is called with the status of the other routers after each poll, and `on_detached` with the detached
+        requests that nobody reads, and the time of the poll (`time.monotonic`).
         """
         self._cells = cells
         self._model = model
         self._router = router
         self._draining = draining
         self._on_routers = on_routers
+        self._on_detached = on_detached
         self._interval_s = interval_s
         self._samples = Samples()
         self._parts = Parts()
@@ -121,7 +124,7 @@ class StatusFeed:
         router = self._router()
         request = status_pb2.GetCellStatusRequest(router=router)
         request.max_map_cells = _MAX_MAP_CELLS if self._num_watchers else 0
-        cells = list(self._cells.cells.values())
+        cells, asked_at = list(self._cells.cells.values()), time.monotonic()
         answers = await asyncio.gather(*(_ask_cell(cell, request) for cell in cells))
         answered = {cell.name: answer for cell, answer in zip(cells, answers, strict=True) if answer is not None}
         for address, answer in answered.items():
@@ -134,6 +137,7 @@ class StatusFeed:
         others = {it.router_id: it for answer in answered.values() for it in answer.routers}
         others.pop(router.router_id, None)
         self._on_routers(list(others.values()))
+        self._on_detached((item for answer in answered.values() for item in answer.detached), asked_at)
         silent = [self._names.get(cell.name, cell.name) for cell in cells if cell.name not in answered]
         self._samples.add(time.time(), answered)
         parts = [part for answer in answered.values() for part in cell_parts(answer)]

@@ -113,6 +113,10 @@ class BlockManager:
         """Return the number of sequences that refer to the block."""
         return self._num_owners[block]
 
+    def num_cached_of(self, blocks: Iterable[int]) -> int:
+        """Return how many of these findable blocks are cached, so that no live sequence holds them."""
+        return sum(map(self._cached_priority.__contains__, blocks))
+
     def adopt(self, contents: Iterable[tuple[int, int]], now_ns: int) -> None:
         """Register (block, content hash) pairs as cached, oldest first. Precondition: no block has been allocated
         yet.
@@ -214,6 +218,7 @@ class BlockManager:
         self._cached.setdefault(retention.priority, OrderedDict())[block] = None
         self._cached_priority[block] = retention.priority
         self._num_cached += 1
+        self.prefix_cache.lookups.note_block(block)
 
     def _take_cached(self, block: int) -> None:
         priority = self._cached_priority.pop(block)
@@ -223,6 +228,7 @@ class BlockManager:
             del self._cached[priority]
         self._expiry_ns.pop(block, None)
         self._num_cached -= 1
+        self.prefix_cache.lookups.note_block(block)
 
     def _evict(self, now_ns: int) -> int:
         self._expire_retention(now_ns)

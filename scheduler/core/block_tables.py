@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from scheduler.core.adoption import AdoptedBlock, Adoption, Adoptions
 from scheduler.core.block_manager import BlockManager, Retention
 from scheduler.core.config import CoreConfig
-from scheduler.core.prefix_cache import extend_hashes
+from scheduler.core.prefix_cache import Hits, extend_hashes
 from scheduler.core.request import NO_RESULTS, Request, Sequence
 from scheduler.core.request_spec import DEFAULT_RETENTION_PRIORITY, RequestSpec
 from scheduler.core.timers import Clock
@@ -69,6 +69,22 @@ class BlockTables:
             return []
         num_blocks = (sequence.num_tokens - 1) // self.tokens_per_block
         return self._prefix_cache.find(extend_hashes(sequence, num_blocks, self.tokens_per_block)[:num_blocks])
+
+    def hits(self, sequence: Sequence) -> Hits:
+        """Return how many blocks `find` finds. The result is kept, so that a waiting sequence may ask in each turn."""
+        request, lookups = sequence.request, self._prefix_cache.lookups
+        if not self.reuses(request):
+            return Hits()
+        key = request.ordinal, sequence.index, sequence.num_tokens
+        known = lookups.get(key)
+        if known is not None:
+            return known
+        blocks = self.find(sequence)
+        num_blocks = (sequence.num_tokens - 1) // self.tokens_per_block
+        following = sequence.block_hashes(self.tokens_per_block)[len(blocks) : num_blocks]
+        found = Hits(len(blocks), self.blocks.num_cached_of(blocks))
+        lookups.keep(key, found, blocks, following[0] if following else None)
+        return found
 
     def reuses(self, request: Request) -> bool:
         """Return whether the request may reuse cached blocks, and others may share its blocks."""

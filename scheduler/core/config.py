@@ -19,7 +19,7 @@ class CoreConfig:
             have the same setting, because their results depend on it.
         sink_token_length: Number of first tokens that every query attends to in addition to its window; workers must
             have the same setting.
-        max_tensor_bytes: Maximum total size of the tensors of all known requests.
+        max_tensor_bytes: Maximum total size of the tensors and attachments of all known requests.
         max_worker_deaths: Number of consecutive worker deaths, without a new token in between, after which a request is
             a suspect.
     """

@@ -39,6 +39,7 @@ class Lifecycle:
 
     Attributes:
         requests: Unfinished requests, and ended ones that are still kept.
+        detached: Unfinished requests that are detached.
         is_draining: Whether new requests are rejected.
     """
 
@@ -53,6 +54,7 @@ class Lifecycle:
         effects: list[Effect],
     ) -> None:
         self.requests = RequestTable(config, timers, self._forget)
+        self.detached: dict[Request, None] = {}
         self.is_draining = False
         self.last_queue_time_ns = 0
         self._config = config
@@ -61,8 +63,9 @@ class Lifecycle:
         self._totals = totals
         self._clock = clock
         self._effects = effects
-        self._num_tensor_bytes = 0
+        self._num_large_bytes = 0
         self._num_seen = 0
+        self._deadlines: dict[Request, int] = {}  # numbers of the timers of unfinished requests
 
     @property
     def num_unfinished(self) -> int:
@@ -95,11 +98,11 @@ class Lifecycle:
         if failure is not None:
             self._effects.append(Refused(spec.request_id, failure))
             return None
-        if spec.tensor_bytes and not self._make_room(spec.tensor_bytes):
+        if spec.num_large_bytes and not self._make_room(spec.num_large_bytes):
             self._refuse(
                 spec,
                 RESOURCE_EXHAUSTED,
-                "the memory for logits and hidden states is in use by other requests; retry later",
+                "the memory for tensors and attachments is in use by other requests; retry later",
             )
             return None
         request = self._take_in(spec)
@@ -130,6 +133,7 @@ class Lifecycle:
         """Keep a request that had already ended for clients that resume it, without counting it again."""
         self._num_seen += 1
         request = Request.restored(event.spec, self._num_seen, finish)
+        self._num_large_bytes += event.spec.num_large_bytes
         self.requests.add(request)
         return request
 
@@ -143,12 +147,15 @@ class Lifecycle:
         now = self._clock.now_ns
         self._num_seen += 1
         request = Request(spec, self._num_seen)
-        self._num_tensor_bytes += spec.tensor_bytes
+        self._num_large_bytes += spec.num_large_bytes
         request.accept(now)
         self.requests.add(request)
         if spec.deadline_ns is not None:
-            self._timers.at(spec.deadline_ns, partial(self._on_deadline, spec.request_id, request.ordinal))
-        if not spec.is_detached:
+            on_deadline = partial(self._on_deadline, spec.request_id, request.ordinal)
+            self._deadlines[request] = self._timers.at(spec.deadline_ns, on_deadline)
+        if spec.is_detached:
+            self.detached[request] = None
+        else:
             self._timers.at(now + self._config.orphan_grace_ns, partial(self._on_orphaned, spec.request_id))
         return request
 
@@ -223,6 +230,9 @@ class Lifecycle:
         if request in self._queue:
             self._queue.remove(request)
         request.complete(self._clock.now_ns)
+        if request in self._deadlines:
+            self._timers.cancel(self._deadlines.pop(request))
+        self.detached.pop(request, None)
         self._queue.settle(request)
         self._count_finished(request)
         self._effects.append(RequestEnded(request, request.sequences))
@@ -237,18 +247,18 @@ class Lifecycle:
         totals.e2e_request_latency.observe(self._clock.now_ns - request.times.queued_ns)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Free memory for a request's tensors by dropping ended requests that nobody reads; return False if that is not
-        enough.
+        """Free memory for a request's tensors and attachments by dropping ended requests that nobody reads; return
+        False if that is not enough.
         """
         limit = self._config.max_tensor_bytes - num_bytes
-        if self._num_tensor_bytes > limit:
+        if self._num_large_bytes > limit:
             for request in self.requests.ended:
-                if request.spec.tensor_bytes and not request.num_attached and self._num_tensor_bytes > limit:
+                if request.spec.num_large_bytes and not request.num_attached and self._num_large_bytes > limit:
                     self.requests.forget(request)
-        return self._num_tensor_bytes <= limit
+        return self._num_large_bytes <= limit
 
     def _forget(self, request: Request) -> None:
-        self._num_tensor_bytes -= request.spec.tensor_bytes
+        self._num_large_bytes -= request.spec.num_large_bytes
         self._effects.append(RequestForgotten(request))
 
     def _on_deadline(self, request_id: str, ordinal: int, _: int) -> None:
@@ -270,7 +280,6 @@ class Lifecycle:
 
 def _is_overtaken(known: SequenceEnd, found: SequenceEnd) -> bool:
     """Return whether a stop word precedes the recorded end of its sequence, which was reached before the stop word was
-    found.
+    found. The client gets the output up to the stop word, whatever ended the sequence after it.
     """
-    came_by_itself = known.reason in (FinishReason.STOP, FinishReason.LENGTH) and not known.stop_word
-    return came_by_itself and found.num_tokens <= known.num_tokens
+    return not known.stop_word and found.num_tokens <= known.num_tokens

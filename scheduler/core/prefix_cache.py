@@ -13,13 +13,16 @@ treated as computed once its step is planned.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from midstream import kv_hashes
 from scheduler.core.adoption import Adoption
 from scheduler.core.request import Sequence
 from scheduler.core.request_spec import RequestSpec
+
+# Limit on kept lookups. A turn considers fewer waiting requests.
+_MAX_LOOKUPS = 64
 
 
 @dataclass(slots=True)  # not frozen: one is made for each block that becomes full, and frozen ones take twice the time
@@ -65,14 +68,71 @@ def extend_hashes(sequence: Sequence, num_blocks: int, tokens_per_block: int) ->
     return hashes
 
 
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """The longest findable prefix of a sequence's known tokens.
+
+    Attributes:
+        num_blocks: Number of its blocks.
+        num_cached: Number of its blocks that no live sequence holds.
+    """
+
+    num_blocks: int = 0
+    num_cached: int = 0
+
+
+class Lookups:
+    """Results of prefix lookups, kept until one of them may have changed.
+
+    A turn looks up the prefixes of the same waiting requests as the turn before. A result changes only if one of its
+    blocks is withdrawn, is held again or is no longer held, or if the block that would follow becomes findable.
+    """
+
+    def __init__(self) -> None:
+        self._hits: dict[Hashable, Hits] = {}
+        self._blocks = set[int]()
+        self._next_hashes = set[int]()
+
+    def get(self, key: Hashable) -> Hits | None:
+        """Return a kept result."""
+        return self._hits.get(key)
+
+    def keep(self, key: Hashable, hits: Hits, blocks: Iterable[int], next_hash: int | None) -> None:
+        """Keep a result: the blocks found, and the hash at which the lookup ended, None if all blocks were found."""
+        if len(self._hits) >= _MAX_LOOKUPS:
+            self._forget()
+        self._hits[key] = hits
+        self._blocks.update(blocks)
+        if next_hash is not None:
+            self._next_hashes.add(next_hash)
+
+    def note_block(self, block: int) -> None:
+        """Note that a block is withdrawn, is held again, or is no longer held."""
+        if block in self._blocks:
+            self._forget()
+
+    def note_hash(self, value: int) -> None:
+        """Note that a block with this hash becomes findable."""
+        if value in self._next_hashes:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._hits, self._blocks, self._next_hashes = {}, set(), set()
+
+
 # The writer of a block: a sequence that computes it, or an adoption that may find it.
 Writer = Sequence | Adoption
 
 
 class PrefixCache:
-    """Index of a worker group's blocks by hash, and of the blocks that have yet to be computed."""
+    """Index of a worker group's blocks by hash, and of the blocks that have yet to be computed.
+
+    Attributes:
+        lookups: The results of recent lookups.
+    """
 
     def __init__(self) -> None:
+        self.lookups = Lookups()
         self._block_of: dict[int, int] = {}
         self._hash_of: dict[int, int] = {}
         # Blocks that no planned step computes yet, by the sequence that will compute them; None: the next one that
@@ -98,6 +158,7 @@ class PrefixCache:
             return False
         self._block_of[value] = block
         self._hash_of[block] = value
+        self.lookups.note_hash(value)
         return True
 
     @property
@@ -151,6 +212,7 @@ class PrefixCache:
         if value is None:
             return
         del self._block_of[value]
+        self.lookups.note_block(block)
         if not was_pending:
             self._changes.append(BlocksRemoved((value,)))
             self._news.append((block, 0))

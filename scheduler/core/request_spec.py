@@ -39,8 +39,10 @@ class RequestSpec:
         is_cacheable: Whether it may use cached blocks for prompt tokens, and others may use its blocks.
         tensor_bytes: Size of the requested tensors. If above 0, the journal keeps the request without its output, and a
             successor computes it again.
+        attached_bytes: Size of the embeddings and the attachment in the payload.
         digest: Hash of the contents, which distinguishes a repeated Submit from another request with the same id.
         keep_ns: How long it is kept after its end, beyond the usual time; used by the edge only.
+        wants_log_probs: Whether log probabilities of output tokens are returned; used by the edge only.
         payload: The normalized GenerateRequest, serialized; opaque to the core.
     """
 
@@ -66,6 +68,7 @@ class RequestSpec:
     is_detached: bool = False
     is_cacheable: bool = True
     tensor_bytes: int = 0
+    attached_bytes: int = 0
     arrival_ns: int = 0
     deadline_ns: int | None = None
     retention: tuple[RetentionRange, ...] = ()
@@ -73,6 +76,7 @@ class RequestSpec:
     decode_duration_ns: int | None = None
     digest: bytes = b""
     keep_ns: int = 0
+    wants_log_probs: bool = False
     payload: bytes = b""
 
     @property
@@ -82,6 +86,11 @@ class RequestSpec:
         """
         num_prompt = len(self.prompt)
         return num_prompt + self.max_tokens - 1 if self.max_tokens else num_prompt
+
+    @property
+    def num_large_bytes(self) -> int:
+        """Number of bytes that the request takes beside its tokens, all of which are known in advance."""
+        return self.tensor_bytes + self.attached_bytes
 
     @property
     def num_rows(self) -> int:

@@ -24,6 +24,7 @@ class RequestTable(Mapping[str, Request]):
         # In the order of their ends, with the time from which each is kept.
         self._ended: OrderedDict[str, tuple[Request, int]] = OrderedDict()
         self._num_ended_tokens = 0
+        self._is_expiry_set = False
 
     def __getitem__(self, request_id: str) -> Request:
         return self._requests[request_id]
@@ -61,7 +62,8 @@ class RequestTable(Mapping[str, Request]):
         self._num_ended_tokens += _num_tokens(request)
         while len(self._ended) > config.max_num_finished or self._num_ended_tokens > config.max_finished_tokens:
             self.forget(next(iter(self._ended.values()))[0])
-        self._timers.at(now_ns + config.finished_ttl_ns, self._forget_expired)
+        if not self._is_expiry_set:
+            self._set_expiry()
 
     def forget(self, request: Request) -> None:
         """Drop an ended request."""
@@ -69,12 +71,20 @@ class RequestTable(Mapping[str, Request]):
         self._num_ended_tokens -= _num_tokens(request)
         self._on_forget(request)
 
+    def _set_expiry(self) -> None:
+        """Set the timer of the request that expires first."""
+        self._is_expiry_set = bool(self._ended)
+        if self._ended:
+            _, kept_ns = next(iter(self._ended.values()))
+            self._timers.at(kept_ns + self._config.finished_ttl_ns, self._forget_expired)
+
     def _forget_expired(self, now_ns: int) -> None:
         while self._ended:
             oldest, kept_ns = next(iter(self._ended.values()))
             if kept_ns + self._config.finished_ttl_ns > now_ns:
-                return
+                break
             self.forget(oldest)
+        self._set_expiry()
 
 
 def _num_tokens(request: Request) -> int:

@@ -21,7 +21,7 @@ from scheduler.core.config import CoreConfig
 from scheduler.core.events import StepDone, WorkerBeat, WorkerRegistered
 from scheduler.core.fairness import Clients, Holdings, Pace
 from scheduler.core.in_flight import InFlightStep, LastGeneration
-from scheduler.core.prefix_cache import PrefixCache, extend_hashes
+from scheduler.core.prefix_cache import Hits, PrefixCache, extend_hashes
 from scheduler.core.request import Request, Sequence
 from scheduler.core.request_spec import RequestSpec
 from scheduler.core.role import Role
@@ -270,7 +270,7 @@ class WorkerGroup:
         if not (self.stored or self.fetched) or not request.may_fetch or not self.tables.reuses(request):
             return []
         sequence = request.waiting_sequences[0]
-        first = len(self.tables.find(sequence))
+        first = self.tables.hits(sequence).num_blocks
         num_blocks = (sequence.num_tokens - 1) // self.tokens_per_block
         hashes = extend_hashes(sequence, num_blocks, self.tokens_per_block)
         end = first
@@ -396,8 +396,8 @@ class WorkerGroup:
         waiting, tables = request.waiting_sequences[:num_sequences], self.tables
         shared = (len(request.spec.prompt) - 1) // self.tokens_per_block
         has_leader = self._leader(request) is not None
-        hits = [] if has_leader else tables.find(waiting[0])
-        num_blocks = sum([self.blocks.num_owners(block) == 0 for block in hits]) - len(hits) if hits else 0
+        hits = Hits() if has_leader else tables.hits(waiting[0])
+        num_blocks = hits.num_cached - hits.num_blocks
         num_next = num_to_end = num_tokens = 0
         max_num_tokens = request.spec.max_num_tokens
         for position, sequence in enumerate(waiting):
@@ -408,7 +408,7 @@ class WorkerGroup:
             most = tables.max_blocks(max_num_tokens, known)
             num_to_end += most if tables.has_window else most - own
             num_tokens += known
-        num_cached = (shared if has_leader else len(hits)) * self.tokens_per_block
+        num_cached = (shared if has_leader else hits.num_blocks) * self.tokens_per_block
         num_spare = len(request.beams.spare) if request.beams is not None else 0
         if num_spare:
             num_next += num_spare

@@ -23,9 +23,10 @@ def report_beams(request: Request, num_reported: int) -> None:
     if request.beams is None:
         return
     search, best = request.beams.search, request.sequences[0]
-    wants_log_probs = generation_pb2.GenerateRequest.FromString(request.spec.payload).output.HasField("log_probs")
+    wants_log_probs = request.spec.wants_log_probs
     has_new = len(best.output) > num_reported or search.is_over
-    if not has_new or not (wants_log_probs or any(step.reports for step in search.steps)):
+    reported = search.steps if search.is_over else search.steps[num_reported:]
+    if not has_new or not (wants_log_probs or any(step.reports for step in reported)):
         return
     if not num_reported:
         # The end of the prompt was computed by the first step, in which there was one beam.

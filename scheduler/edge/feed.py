@@ -7,6 +7,7 @@ and all tokens since the last batch are sent together. Only committed tokens are
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 from midstream.clock import SteadyClock
@@ -18,6 +19,8 @@ from scheduler.edge.feed_batch import FeedBatchBuilder
 from scheduler.journal import JournalEntry
 
 MAX_TOKENS_PER_BATCH = 65_536
+# How many ended streams may still report a stop word that was found in their last batches.
+_MAX_OVER = 4096
 
 
 class RequestLog:
@@ -47,17 +50,28 @@ class Attachment:
     Attributes:
         stream: The detokenizer's stream number.
         wants_perf_metrics: Whether the request asks for performance metrics; known once it is opened.
+        has_stop_words: Whether the request has stop words; known once it is opened.
         cursors: Number of tokens sent, by sequence.
         num_outputs: Number of extra outputs sent, by sequence.
     """
 
-    __slots__ = ("cursors", "ends_sent", "feed", "is_opened", "log", "num_outputs", "stream", "wants_perf_metrics")
+    __slots__ = (
+        "cursors",
+        "ends_sent",
+        "feed",
+        "has_stop_words",
+        "is_opened",
+        "log",
+        "num_outputs",
+        "stream",
+        "wants_perf_metrics",
+    )
 
     def __init__(self, feed: DetokenizerFeed, stream: int, log: RequestLog) -> None:
         self.feed = feed
         self.stream = stream
         self.log = log
-        self.is_opened = self.wants_perf_metrics = False
+        self.is_opened = self.wants_perf_metrics = self.has_stop_words = False
         self.cursors = [0] * len(log.num_committed)
         self.num_outputs = [0] * len(log.num_committed)
         self.ends_sent = [False] * len(log.num_committed)
@@ -206,6 +220,7 @@ class DetokenizerFeed:
         self.num_attached_total = 0
         self._hub = hub
         self._attachments: dict[int, Attachment] = {}
+        self._over: OrderedDict[int, tuple[str, int]] = OrderedDict()  # id and ordinal of the request, by stream
         self._refused: list[tuple[int, str, MidstreamError]] = []
         self.dirty: dict[Attachment, None] = {}
         self._wake = wake
@@ -242,6 +257,7 @@ class DetokenizerFeed:
             message = f"the detokenizer {self.detokenizer_id!r} is too old for requests with max_tokens 0; upgrade it"
             self.refuse(stream, request_id, UnavailableError(message))
             return
+        self._over.pop(stream, None)
         attachment = Attachment(self, stream, log)
         self._attachments[stream] = attachment
         self.num_attached_total += 1
@@ -265,8 +281,22 @@ class DetokenizerFeed:
             self._hub.on_detach(attachment.log.request)
 
     def request_of(self, stream: int) -> Request | None:
+        """Return the request of a stream that is attached, or was until its end was sent; None if it is unknown."""
         attachment = self._attachments.get(stream)
-        return attachment.log.request if attachment is not None else None
+        if attachment is not None:
+            return attachment.log.request
+        request_id, ordinal = self._over.get(stream, ("", 0))
+        log = self._hub.logs.get(request_id)
+        return log.request if log is not None and log.request.ordinal == ordinal else None
+
+    def _end(self, attachment: Attachment) -> None:
+        """Detach a reader to which its request's end was sent. It may find a stop word in the last tokens."""
+        self.detach(attachment.stream)
+        if attachment.has_stop_words:
+            request = attachment.log.request
+            self._over[attachment.stream] = request.request_id, request.ordinal
+            if len(self._over) > _MAX_OVER:
+                self._over.popitem(last=False)
 
     def close(self) -> None:
         """Detach all requests."""
@@ -302,5 +332,5 @@ class DetokenizerFeed:
             if not builder.add(attachment):
                 self.mark(attachment)
             elif attachment.log.is_over:
-                self.detach(attachment.stream)
+                self._end(attachment)
         return builder.finish()

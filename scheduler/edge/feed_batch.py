@@ -28,6 +28,7 @@ class Reader(Protocol):
     stream: int
     is_opened: bool
     wants_perf_metrics: bool
+    has_stop_words: bool
     cursors: list[int]
     num_outputs: list[int]
     ends_sent: list[bool]
@@ -109,6 +110,7 @@ class FeedBatchBuilder:
         )
         output = contents.output
         reader.wants_perf_metrics = output.return_perf_metrics
+        reader.has_stop_words = bool(contents.stopping.stop_words)
         if output.HasField("exclude_input_from_output") and not output.exclude_input_from_output:
             opened.prompt_token_ids.extend(request.spec.prompt)
             self._num_prompt_tokens += len(request.spec.prompt)

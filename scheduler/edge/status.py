@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from scheduler.edge.feed import FeedHub
 _ROUTER_TTL_S = 5.0
 _MAX_ROUTERS = 256
 _MAX_NAME = 128
+_MAX_DETACHED = 10_000
 _NS_PER_MS = 1_000_000
 
 
@@ -47,7 +49,18 @@ class CellStatusReport:
             time_to_first_token=_duration_counts(totals.time_to_first_token),
             inter_token_latency=_duration_counts(totals.inter_token_latency),
             queue_time=_duration_counts(totals.request_queue_time),
+            detached=self._detached(),
         )
+
+    def _detached(self) -> list[status_pb2.DetachedRequests]:
+        found: dict[str, status_pb2.DetachedRequests] = {}
+        detached = self._core.lifecycle.detached
+        unread = (request for request in detached if not request.num_attached and request.spec.client_id)
+        for request in itertools.islice(unread, _MAX_DETACHED):
+            client = request.spec.client_id
+            item = found.setdefault(client, status_pb2.DetachedRequests(client=client))
+            item.request_ids.append(request.request_id)
+        return list(found.values())
 
     def _note(self, router: status_pb2.RouterStatus) -> None:
         now = self._clock()

@@ -155,7 +155,8 @@ class PostgresStore(Store):
         return stored
 
     def write(self, transaction: Transaction) -> None:
-        """Write one transaction, which starts by renewing the lease."""
+        """Write one transaction, which starts by renewing the lease; a long one also renews it at its end."""
+        started = time.monotonic()
         with self._errors("cannot be written"), self._connected.transaction(), self._connected.cursor() as cursor:
             self._renew()
             if transaction.accepted:
@@ -178,6 +179,8 @@ class PostgresStore(Store):
                     cursor.execute("INSERT INTO midstream_adapters VALUES (%s, %s)", (name, record))
             if transaction.forgotten:
                 cursor.execute("DELETE FROM midstream_requests WHERE number = ANY(%s)", (transaction.forgotten,))
+            if time.monotonic() - started > LEASE_S / 2:
+                self._renew()  # a standby has waited for this transaction, and takes over if the lease has expired
 
     def check(self) -> None:
         """Renew the lease."""

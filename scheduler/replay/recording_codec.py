@@ -33,11 +33,12 @@ from scheduler.core.request import Finish, FinishReason, RequestTimes, SequenceE
 from scheduler.core.request_spec import RequestSpec, RetentionRange
 from scheduler.wire.worker_messages import STEP_LISTS, decode_worker_message
 
+_OTHER_SPEC_FIELDS = {"prompt", "stop_token_ids", "retention", "deadline_ns", "decode_duration_ns"}
+_UNRECORDED_SPEC_FIELDS = {"keep_ns", "wants_log_probs", "payload"}
 _SPEC_FIELDS = tuple(
     item.name
     for item in dataclasses.fields(RequestSpec)
-    if item.name
-    not in ("prompt", "stop_token_ids", "retention", "deadline_ns", "decode_duration_ns", "keep_ns", "payload")
+    if item.name not in _OTHER_SPEC_FIELDS | _UNRECORDED_SPEC_FIELDS
 )
 _REGISTRATION_FIELDS = tuple(
     item.name for item in dataclasses.fields(WorkerRegistered) if item.name not in ("time_ns", "connection")

@@ -88,12 +88,14 @@ def spec_from_proto(
         is_detached=request.detached,
         is_cacheable=not has_output or _is_cacheable(request),
         tensor_bytes=tensor_bytes(request, len(prompt), limits.vocab_size, limits.hidden_size) if has_output else 0,
+        attached_bytes=_attached_bytes(request),
         arrival_ns=request.arrival_time_unix_ns if arrival_ns is None else arrival_ns,
         deadline_ns=now_ns + min(request.timeout_ms, _MAX_TIMEOUT_MS) * _NS_PER_MS
         if request.HasField("timeout_ms")
         else None,
         digest=_digest(request),
         keep_ns=request.keep_s * _NS_PER_S,
+        wants_log_probs=has_output and request.output.HasField("log_probs"),
         payload=request.SerializeToString(),
         **retention,
         **adapters,
@@ -141,6 +143,13 @@ def _is_cacheable(request: pb.GenerateRequest) -> bool:
     wants_prompt = output.HasField("prompt_log_probs") or output.return_context_logits
     wants_prompt = wants_prompt or any(item.gather_context for item in output.additional_outputs)
     return not wants_prompt
+
+
+def _attached_bytes(request: pb.GenerateRequest) -> int:
+    num_bytes = len(request.attachment)
+    if request.HasField("prompt_tuning"):
+        num_bytes += len(request.prompt_tuning.table.data)
+    return num_bytes
 
 
 def _prompt_key(tuning: pb.PromptTuningConfig) -> str:

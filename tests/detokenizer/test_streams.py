@@ -137,13 +137,15 @@ def test_a_stop_word_in_the_last_bytes_is_found_at_the_end(
     found = TextRules(stop_words=TextRules.words(["\n"]), stop_ids=frozenset({4}), **rules)
     stream = OutputStream(1, "r", 1, 0, (), ROUTER, BYTES, 1 << 20)
     stream.open(Opened(1, found, is_streaming=True, return_all=False))
+    upstream = Feed()
     for offset, token in enumerate(tokens):
-        stream.push(Feed(), 0, offset, [token])
+        stream.push(upstream, 0, offset, [token])
     reason, matched_stop = end
-    stream.end_sequence(SequenceEnd(0, reason, len(tokens), matched_stop))
+    stream.end_sequence(SequenceEnd(0, reason, len(tokens), matched_stop), upstream)
     stream.end(Usage(1, len(tokens), 0), None, None)
     (chunk,) = stream.take()
     assert (chunk.text, chunk.finish_reason, chunk.matched_stop) == expected
+    assert upstream.stops == ([(0, len(tokens), "\n")] if chunk.matched_stop == "\n" else [])
     assert list(chunk.token_ids) == [*found.prompt_ids, *tokens]
     assert chunk.usage == Usage(1, len(tokens), 0)
 
@@ -173,6 +175,19 @@ def test_a_stop_is_sent_again_once_per_new_feed_when_its_tokens_were_resent() ->
     stream.push(upstream, 1, 0, [0, 1, 2])
     assert not upstream.stops
     assert [(list(chunk.token_ids), chunk.text) for chunk in stream.take()] == [([0, 1], "ab"), ([0, 1, 2], "ab")]
+
+
+def test_a_stop_is_sent_again_if_the_scheduler_has_ended_the_sequence_elsewhere() -> None:
+    """The sequence was complete before its stop word was found, and the scheduler failed before it knew of it."""
+    opened = Opened(2, TextRules(stop_words=TextRules.words(["c"])), is_streaming=True, return_all=False)
+    stream = OutputStream(1, "r", 1, 0, (), ROUTER, Letters(), 1 << 20)
+    stream.open(opened)
+    stream.push(Feed(), 0, 0, [0, 1, 2, 3])
+    stream.end_sequence(SequenceEnd(0, FinishReason.LENGTH, 4), Feed())
+    stream.open(opened)
+    upstream = Feed()
+    stream.push(upstream, 0, 0, [0, 1, 2, 3])
+    assert upstream.stops == [(0, 3, "c")]
 
 
 @pytest.mark.parametrize("is_reopened", [False, True])

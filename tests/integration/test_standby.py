@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
@@ -118,6 +119,28 @@ def test_a_lease_lasts_by_the_databases_clock_and_ends_even_if_that_was_set_back
     with pytest.raises(DeposedError):
         first.check()
     first.close()
+    second.close()
+
+
+def test_a_standby_does_not_take_over_after_a_transaction_that_outlasts_the_lease(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres, "LEASE_S", 1.0)
+    first, second = PostgresStore(database, "first"), PostgresStore(database, "second", is_standby=True)
+    first.take_over(least_epoch=1)
+    with ThreadPoolExecutor(2) as threads, psycopg.connect(database) as blocker:
+        blocker.execute("LOCK TABLE midstream_commits IN ACCESS EXCLUSIVE MODE")
+        writing = threads.submit(first.write, Transaction(commit=seal(b"slow")))
+        waiting = threads.submit(second.take_over, 1)
+        time.sleep(1.3)
+        blocker.rollback()
+        writing.result()
+        for _ in range(4):
+            time.sleep(0.1)
+            first.check()
+        assert not waiting.done()
+        first.close()
+        waiting.result()
     second.close()
 
 

@@ -190,6 +190,7 @@ class Cluster:
             0.05,
             watchers,
             on_routers=quotas.learn,
+            on_detached=quotas.learn_detached,
         )
         add_servicers(server, front, self.prompts, cells, status, router_id)
         bodies = BodyReader(BodyBudget(4 << 20))

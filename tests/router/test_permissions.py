@@ -195,6 +195,10 @@ def test_request_ids_and_salts_of_clients_are_separate() -> None:
     assert root.scope(inner) == inner  # an admin may access other callers' requests
     assert len({alice.salt(""), bob.salt(""), bob.salt(alice.salt("")), alice.salt("own")}) == 4
     assert Caller("127.0.0.1").salt("shared") == "shared"
+    first, second = (Caller(name, roles=DEFAULT_ROLES) for name in ("10.0.0.1", "10.0.0.2"))  # without credentials
+    assert first.scope("id") == "id"
+    assert first.scope(inner) == second.scope(inner) != inner
+    assert first.salt(alice.salt("")) == second.salt(alice.salt("")) != alice.salt("")
 
 
 async def test_the_cache_salt_is_the_clients_unless_prefixes_are_shared(cluster: Cluster) -> None:

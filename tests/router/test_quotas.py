@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import httpx2
 import openai
 import pytest
@@ -23,6 +24,7 @@ from midstream.rpc.serving import open_channel
 from midstream.telemetry import Metrics
 from protos import generation_pb2 as pb
 from protos import scheduler_pb2, service_pb2, service_pb2_grpc
+from protos.status_pb2 import DetachedRequests
 from router.authentication import Authenticator, Caller, Quota, TokenFile
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.quotas import Quotas
@@ -97,6 +99,76 @@ def test_output_is_charged_once_however_often_it_is_resumed() -> None:
     quotas.admit(alice).charge_prompt("a", 1)  # another request with the same id
     quotas.resume(alice).charge_output("a", Chunk(0, 0, [1] * 10))
     assert remaining() == "55"
+
+
+def test_a_detached_request_counts_until_it_ends() -> None:
+    clock = Clock()
+    quotas, alice = Quotas(Metrics(), clock), caller(max_concurrent=2)
+
+    def unread(*names: str) -> list[DetachedRequests]:
+        return [DetachedRequests(client="alice", request_ids=[alice.scope(name) for name in names])]
+
+    first, second = quotas.admit(alice, alice.scope("a")), quotas.admit(alice, alice.scope("b"))
+    first.release(is_left=True)
+    second.release()
+    quotas.admit(alice, alice.scope("b")).release()
+    again = quotas.admit(alice, alice.scope("a"))  # it is not counted twice
+    third = quotas.admit(alice, alice.scope("b"))
+    again.release(is_left=True)
+    with pytest.raises(OverloadedError, match="max_concurrent"):
+        quotas.admit(alice, alice.scope("c"))
+    quotas.learn_detached([], 0.1)  # the scheduler may not know yet that the client has left
+    with pytest.raises(OverloadedError, match="max_concurrent"):
+        quotas.admit(alice, alice.scope("c"))
+    quotas.learn_detached(unread("a"), 1.0)
+    with pytest.raises(OverloadedError, match="max_concurrent"):
+        quotas.admit(alice, alice.scope("c"))
+    resumed = quotas.resume(alice, alice.scope("a"))
+    quotas.learn_detached([], 2.0)
+    with pytest.raises(OverloadedError, match="max_concurrent"):
+        quotas.admit(alice, alice.scope("c"))
+    third.release()
+    quotas.admit(alice, alice.scope("c")).release()
+    resumed.release()
+    # Requests of unauthenticated clients may have any client id.
+    quotas.learn_detached([DetachedRequests(client="alice", request_ids=["x", "y"])], 3.0)
+    for name in "ab":
+        quotas.admit(alice, alice.scope(name))
+    with pytest.raises(OverloadedError, match="max_concurrent"):
+        quotas.admit(alice)
+
+
+async def test_a_client_that_leaves_its_detached_request_keeps_its_place(cluster: Cluster, tmp_path: Path) -> None:
+    part = await router_with(cluster, tmp_path, "max_concurrent=1")
+
+    def num_polls() -> int:
+        return len(cluster.scheduler.status_requests)
+
+    async with open_channel(part.address, token=ALICE) as channel:
+        stub: Any = service_pb2_grpc.MidstreamStub(channel)
+
+        def start(request_id: str) -> Any:
+            tokens = pb.TokenIds(values=[1, 2])
+            return stub.Generate(pb.GenerateRequest(request_id=request_id, token_ids=tokens, detached=True))
+
+        call = start("a")
+        await cluster.scheduler.until(lambda: bool(cluster.scheduler.requests))
+        (request_id,) = cluster.scheduler.requests
+        cluster.scheduler.status.detached.add(client="alice", request_ids=[request_id])
+        call.cancel()
+        known = num_polls()
+        await cluster.scheduler.until(lambda: num_polls() >= known + 20)
+        with pytest.raises(grpc.aio.AioRpcError, match="max_concurrent"):
+            await start("b").read()
+        again = start("a")
+        cluster.scheduler.emit(request_id, [40])
+        cluster.scheduler.end(request_id)
+        assert (await again.read()).token_ids == [40]
+        del cluster.scheduler.status.detached[:]
+        known = num_polls()
+        await cluster.scheduler.until(lambda: num_polls() >= known + 2)
+        start("b")
+        await cluster.scheduler.until(lambda: len(cluster.scheduler.requests) == 2)
 
 
 async def test_output_that_is_read_by_resuming_a_detached_request_is_charged(cluster: Cluster, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from scheduler.core.effects import (
 )
 from scheduler.core.events import Event, Submitted, Turn, WorkerBeat, WorkerLeft, WorkerLost, WorkerRegistered
 from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
+from scheduler.core.prefix_cache import Hits
 from scheduler.core.request import FinishReason, Request, Sequence
 from scheduler.core.request_scheduler import RequestScheduler, SimpleScheduler
 from scheduler.core.request_spec import RequestSpec
@@ -316,8 +317,13 @@ class Harness:
         return next(group for group in self.core.groups if group.group_id == name)
 
     def check(self) -> None:
-        """Check block conservation for every group."""
+        """Check block conservation for every group, and that kept lookups of waiting requests are up to date."""
         for group in self.core.groups:
+            for request in self.core.queue:
+                for sequence in request.waiting_sequences:
+                    found = group.tables.find(sequence)
+                    num_cached = sum(group.blocks.num_owners(block) == 0 for block in found)
+                    assert group.tables.hits(sequence) == Hits(len(found), num_cached)
             assert group.blocks.check(group.held_tables()) == []
             reserved = sum(
                 s.num_reserved for request in group.active for s in request.placed_sequences if s.row is not None

@@ -23,9 +23,10 @@ from scheduler.core.events import AbortRequested, Recovered, StopWordFound
 from scheduler.core.request import FinishReason, Request
 from scheduler.core.request_spec import RequestSpec
 from scheduler.edge.beam_outputs import report_beams
+from scheduler.wire.requests import spec_from_proto
 from tests.fakes.model import candidates
 from tests.scheduler.beam_reference import best_beams
-from tests.scheduler.harness import VOCAB, Harness
+from tests.scheduler.harness import LIMITS, VOCAB, Harness
 
 PROMPT = [6, 7, 8, 9, 10]
 STOPS = frozenset({999})
@@ -83,8 +84,8 @@ def test_outputs_report_the_log_probs_that_the_search_summed_up_once_it_is_over(
     harness.submit("b", PROMPT, 4, beam_width=2, num_sequences=2)
     harness.submit("other", PROMPT, 4, beam_width=2, num_sequences=2)
     request, other = (harness.core.lifecycle.requests[name] for name in ("b", "other"))
-    wanted = pb.GenerateRequest(output=pb.OutputConfig(log_probs=0)).SerializeToString()
-    request.spec = replace(request.spec, payload=request.spec.payload + wanted)
+    wanted = spec_from_proto(pb.GenerateRequest(output=pb.OutputConfig(log_probs=0)), LIMITS, 0)
+    request.spec = replace(request.spec, wants_log_probs=wanted.wants_log_probs)
     report_beams(request, 0)
     assert request.sequences[0].outputs == []
     harness.run()

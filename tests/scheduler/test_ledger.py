@@ -10,7 +10,7 @@ import pytest
 
 from midstream.errors import UnavailableError
 from protos import generation_pb2 as pb
-from protos import ledger_pb2
+from protos import ledger_pb2, scheduler_pb2
 from scheduler.core.events import StopWordFound
 from scheduler.journal.documents import Documents
 from tests.scheduler.running_scheduler import RunningScheduler, run_scheduler, until
@@ -141,6 +141,32 @@ async def test_an_amended_end_changes_the_ledger_entry(tmp_path: Path) -> None:
         async with asyncio.timeout(20):
             while summary(await entries(scheduler, 1)) != {"a": ("", 3, 2)}:  # noqa: ASYNC110 (a thread writes it)
                 await asyncio.sleep(0.05)
+
+
+async def test_a_stop_word_in_the_last_tokens_changes_the_ledger_entry(tmp_path: Path) -> None:
+    """The detokenizer reports it when the scheduler has sent the request's end."""
+    stopping = pb.StoppingConfig(stop_words=["x"])
+    async with run_scheduler(**settings(tmp_path, finished_ttl_s=60.0)) as scheduler:
+        await scheduler.worker()
+        for name in ("a", "b"):
+            await scheduler.submit(name, [1, 2, 3], max_tokens=6, detached=True, stopping=stopping)
+            await entries(scheduler, 1)
+        feed = scheduler.stub.TokenFeed()
+        await feed.write(scheduler_pb2.FeedCommand(hello=scheduler_pb2.FeedHello(detokenizer_id="d")))
+        for stream, name in enumerate(("a", "b"), 1):
+            attach = scheduler_pb2.FeedAttach(stream=stream, request_id=name)
+            await feed.write(scheduler_pb2.FeedCommand(attach=attach))
+        num_ended = 0
+        while num_ended < 2:
+            num_ended += len((await feed.read()).ended)
+        stop = scheduler_pb2.FeedStop(stream=1, sequence_index=0, num_tokens=5, stop_word="x")
+        await feed.write(scheduler_pb2.FeedCommand(stop=stop))
+        async with asyncio.timeout(20):
+            while summary(await entries(scheduler, 2)) != {"a": ("", 3, 5), "b": ("", 3, 6)}:  # noqa: ASYNC110 (a thread writes it)
+                await asyncio.sleep(0.05)
+        reasons = {entry.request_id: entry.finish_reason for entry in await entries(scheduler, 2)}
+        assert reasons == {"a": pb.FINISH_REASON_STOP, "b": pb.FINISH_REASON_LENGTH}
+        feed.cancel()
 
 
 async def test_it_can_be_off(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
+
 from scheduler.core.effects import Accepted, SequenceEnded
 from scheduler.core.events import AbortRequested, Attached, Detached, DrainStarted, Recovered, StopWordFound
 from scheduler.core.request import FinishReason, RequestState
 from scheduler.core.request_spec import RequestSpec
+from scheduler.core.timers import Action, Timers
 from tests.scheduler.harness import MS, Harness
 
 
@@ -85,6 +88,40 @@ def test_a_deadline_in_generation_frees_the_blocks_at_once() -> None:
     assert len(harness.tokens["a", 0]) == 1
 
 
+def test_deadlines_and_expiries_of_ended_requests_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 0
+    at = Timers.at
+
+    def count(timers: Timers, time_ns: int, action: Action) -> int:
+        nonlocal most
+        number = at(timers, time_ns, action)
+        most = max(most, len(timers))
+        return number
+
+    monkeypatch.setattr(Timers, "at", count)
+    harness = Harness(finished_ttl_ns=3600_000 * MS, max_num_finished=4)
+    harness.add_group()
+    for number in range(300):
+        deadline_ns = harness.now_ns + 24 * 3600_000 * MS
+        harness.submit(f"r{number}", 3, 1, deadline_ns=deadline_ns, is_detached=True)
+        harness.run()
+    assert harness.core.totals.num_completed == 300
+    assert most < 160
+
+
+def test_cancelled_timers_do_not_run() -> None:
+    timers, ran = Timers(), list[int]()
+    numbers = [timers.at(number, ran.append) for number in range(300)]
+    for number in range(0, 300, 3):
+        timers.cancel(numbers[number])
+    timers.run_due(150)
+    for number in range(0, 300, 2):  # some have run, and some have been cancelled before
+        timers.cancel(numbers[number])
+    timers.run_due(400)
+    assert timers.next_ns is None
+    assert len(ran) == len([number for number in range(300) if number % 3 and (number <= 150 or number % 2)])
+
+
 def test_abort_while_queued_in_context_and_in_generation() -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group(num_blocks=4, max_num_tokens=4)
@@ -133,6 +170,24 @@ def test_a_stop_word_found_late_replaces_an_end_by_length() -> None:
     # Another detokenizer receives the same output, and nothing after its end.
     assert harness.handle(StopWordFound(harness.now_ns, "a", 0, 3, "so")) == []
     assert harness.handle(StopWordFound(harness.now_ns, "a", 0, 9, "so")) == []
+
+
+def test_a_stop_word_found_late_replaces_an_end_by_a_deadline() -> None:
+    """The client gets the output up to the stop word, so the same output must be recorded as its usage."""
+    harness = Harness()
+    harness.add_group(num_blocks=512)
+    harness.submit("a", 3, 500, deadline_ns=harness.now_ns + 100 * MS)
+    for _ in range(6):
+        harness.turn()
+        harness.finish_step()
+    harness.advance(100)
+    assert harness.ended == {"a": FinishReason.DEADLINE}
+    request = harness.core.lifecycle.requests["a"]
+    assert request.num_output_tokens > 3
+    harness.handle(StopWordFound(harness.now_ns, "a", 0, 3, "so"))
+    end = request.sequences[0].end
+    assert end is not None
+    assert (end.reason, request.num_output_tokens) == (FinishReason.STOP, 3)
 
 
 def test_stop_tokens_wait_for_min_tokens() -> None:

@@ -7,7 +7,7 @@ import pytest
 from protos import generation_pb2
 from scheduler.core.effects import KvChanged
 from scheduler.core.events import AbortRequested
-from scheduler.core.prefix_cache import BlocksRemoved, BlocksStored, CacheCleared, KvChange
+from scheduler.core.prefix_cache import BlocksRemoved, BlocksStored, CacheCleared, KvChange, PrefixCache
 from scheduler.core.request import FinishReason
 from scheduler.core.request_spec import RetentionRange
 from scheduler.core.steps import kv_stats
@@ -318,3 +318,29 @@ def test_a_request_that_used_blocks_of_a_failed_row_restarts_after_they_have_lef
     harness.run()
     assert harness.tokens["good", 0] == list(range(200 + num_own, 204 + num_own))
     harness.check_is_empty()
+
+
+def test_turns_do_not_look_up_prefixes_of_waiting_requests_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(max_batch_size=8)
+    harness.add_group(num_blocks=20)
+    harness.submit("a", PREFIX, 56)
+    harness.turn()
+    for request_id in "bcd":
+        harness.submit(request_id, [*PREFIX, ord(request_id)], 40, client_id=request_id)
+    harness.step()
+    lengths: list[int] = []
+    find = PrefixCache.find
+
+    def count(cache: PrefixCache, hashes: list[int]) -> list[int]:
+        lengths.append(len(hashes))
+        return find(cache, hashes)
+
+    monkeypatch.setattr(PrefixCache, "find", count)
+    for _ in range(10):
+        harness.step()
+    assert len(harness.core.queue) == 3
+    assert lengths == []
+    monkeypatch.undo()
+    harness.run()
+    harness.check_is_empty()
+    assert harness.core.lifecycle.requests["d"].counters.num_cached_tokens == 16

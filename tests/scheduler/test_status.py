@@ -6,6 +6,7 @@ from unittest.mock import Mock
 from midstream.clock import SteadyClock
 from protos import status_pb2
 from scheduler.core.block_manager import BlockManager
+from scheduler.core.events import AbortRequested, Attached, Detached
 from scheduler.core.prefix_cache import PrefixCache
 from scheduler.edge.feed import FeedHub
 from scheduler.edge.metrics import SchedulerCollector
@@ -120,3 +121,25 @@ def test_a_group_in_backoff_reports_how_long_and_why() -> None:
     families = SchedulerCollector(harness.core, Mock(), Mock(), Mock()).collect()
     (held_off,) = [family for family in families if family.name.endswith("num_worker_groups_held_off")]
     assert held_off.samples[0].value == 1
+
+
+def test_detached_requests_that_nobody_reads_are_reported() -> None:
+    harness = Harness()
+    harness.add_group(num_blocks=512)
+    answers = report(harness)
+    for request_id, client in (("a", "alice"), ("b", "alice"), ("c", "bob"), ("d", "")):
+        harness.submit(request_id, 3, 100, client_id=client, is_detached=True)
+    harness.submit("e", 3, 100, client_id="bob")
+
+    def unread() -> dict[str, list[str]]:
+        return {item.client: list(item.request_ids) for item in ask(answers, harness).detached}
+
+    assert unread() == {"alice": ["a", "b"], "bob": ["c"]}
+    harness.handle(Attached(harness.now_ns, "a"))
+    harness.handle(Attached(harness.now_ns, "c"))
+    assert unread() == {"alice": ["b"]}
+    harness.handle(Detached(harness.now_ns, "a"))
+    harness.handle(AbortRequested(harness.now_ns, "b"))
+    assert unread() == {"alice": ["a"]}
+    harness.handle(AbortRequested(harness.now_ns, "a"))
+    assert unread() == {}

@@ -14,9 +14,17 @@ import pytest
 from midstream.clock import SteadyClock
 from protos import generation_pb2, scheduler_pb2, worker_pb2
 from scheduler.core.effects import EpochEnded, GroupJoined, Refused
-from scheduler.core.events import AbortRequested, DrainStarted, StepDone, WorkerFailed
+from scheduler.core.events import AbortRequested, DrainStarted, Recovered, StepDone, WorkerFailed
 from scheduler.core.failure import INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE, Failure
-from scheduler.core.request import ExtraOutput, Request, RequestState
+from scheduler.core.request import (
+    ExtraOutput,
+    Finish,
+    FinishReason,
+    Request,
+    RequestState,
+    RequestTimes,
+    SequenceEnd,
+)
 from scheduler.core.request_spec import RequestSpec
 from scheduler.edge.dispatch import Dispatcher
 from scheduler.edge.feed import DetokenizerFeed, FeedHub
@@ -24,7 +32,7 @@ from scheduler.journal.records import replay
 from scheduler.journal.sqlite import SqliteStore
 from scheduler.journal.writer import RowWriter
 from scheduler.wire.requests import ModelLimits, spec_from_proto
-from tests.scheduler.harness import Harness
+from tests.scheduler.harness import LIMITS, Harness
 
 MIB = 1 << 20
 
@@ -44,6 +52,29 @@ def test_memory_for_tensors_is_bounded_by_dropping_ended_requests() -> None:
     assert refusals(harness.submit("b", 3, 2, tensor_bytes=60)) == []
     known = harness.core.lifecycle.requests
     assert known.keys() == {"b", "plain"}
+
+
+def test_embeddings_and_attachments_are_bounded_like_tensors() -> None:
+    request = generation_pb2.GenerateRequest(request_id="a", attachment=b"12345")
+    request.token_ids.values.append(1)
+    request.prompt_tuning.table.data = bytes(40)
+    request.prompt_tuning.table.shape[:] = 5, 8
+    spec = spec_from_proto(request, LIMITS, 0)
+    assert (spec.attached_bytes, spec.tensor_bytes) == (45, 0)
+    harness = Harness(max_tensor_bytes=100)
+    harness.add_group()
+    assert refusals(harness.submit("a", 3, 2, attached_bytes=60)) == []
+    assert refusals(harness.submit("b", 3, 2, attached_bytes=60)) == [RESOURCE_EXHAUSTED]
+    harness.run()
+    assert refusals(harness.submit("b", 3, 2, attached_bytes=60)) == []
+    assert harness.core.lifecycle.requests.keys() == {"b"}
+    restored = replace(harness.core.lifecycle.requests["b"].spec, request_id="c", attached_bytes=40)
+    outputs = (array("I", [1, 2]),)
+    ends = ((0, SequenceEnd(FinishReason.LENGTH, 2)),)
+    harness.ended["c"] = FinishReason.LENGTH
+    harness.handle(Recovered(harness.now_ns, restored, outputs, ends, finish=Finish(RequestTimes())))
+    assert refusals(harness.submit("d", 3, 2, attached_bytes=1)) == []
+    assert harness.core.lifecycle.requests.keys() == {"b", "d"}
 
 
 def fail(harness: Harness, request_id: str) -> None:
