@@ -370,8 +370,12 @@ class HttpPort:
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Stop accepting requests, wait up to `drain_timeout_s` for running ones, and close the port, whether or not it
-        was started.
+        was started. A further call with 0 cancels the requests for which an earlier call waits.
         """
+        if self._server.should_exit and drain_timeout_s <= 0:
+            self._server.force_exit = True
+            for request in tuple(self._server.server_state.tasks):
+                request.cancel()
         self._server.config.timeout_graceful_shutdown = max(int(drain_timeout_s), 0)
         self._server.should_exit = True
         for task in self._tasks[1:]:

@@ -232,6 +232,46 @@ async def test_sigterm_lets_streams_finish_and_rejects_new_requests(kind: str) -
     await asyncio.wait_for(running, WAIT_S)
 
 
+async def test_another_port_gets_the_rest_of_the_drain_time(kind: str) -> None:
+    servicer = raising()
+    server, stub = await serve(kind, servicer)
+    call = stub.GetIterationStats(stats.GetIterationStatsRequest())
+    await servicer.started.wait()
+    left: list[float] = []
+
+    async def then(seconds: float) -> None:
+        left.append(seconds)
+
+    running = asyncio.create_task(server.run_until_signal(drain_timeout_s=0.1, then=then))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running, WAIT_S)
+    assert left == [0], "the stream has used it up"
+    call.cancel()
+
+
+async def test_a_second_signal_also_ends_the_draining_of_another_port(kind: str) -> None:
+    server, _ = await serve(kind, raising())
+    left: list[float] = []
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def then(seconds: float) -> None:
+        left.append(seconds)
+        begun.set()
+        if seconds == 0:
+            ended.set()
+        await ended.wait()
+
+    running = asyncio.create_task(server.run_until_signal(drain_timeout_s=60, then=then))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(begun.wait(), WAIT_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running, WAIT_S)
+    assert 0 < left[0] <= 60
+    assert left[1:] == [0]
+
+
 async def test_a_stream_longer_than_the_drain_is_cut(kind: str) -> None:
     servicer = raising()
     server, stub = await serve(kind, servicer)

@@ -145,6 +145,18 @@ async def test_requests_that_outlast_the_drain_time_are_rejected(
     assert not [record for record in caplog.records if record.exc_info]
 
 
+async def test_a_further_call_ends_the_drain_time() -> None:
+    port, asked = await asked_without_end(has_begun=False)
+    stopping = asyncio.create_task(port.stop(60))
+    await asyncio.sleep(0.2)
+    assert not stopping.done()
+    async with asyncio.timeout(20):
+        await port.stop(0)
+        await stopping
+        answer, _ = await asked
+    assert answer.split()[1:2] == [b"503"]
+
+
 async def bodies(scope: Any, receive: Any, send: Any) -> None:
     """Answer with the method and the body of the request."""
     body, is_complete = b"", False
