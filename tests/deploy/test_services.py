@@ -198,3 +198,19 @@ def test_every_link_is_secured() -> None:
             if path.startswith("/etc/midstream"):
                 assert any(path == mount or path.startswith(mount + "/") for mount in mounts)
     assert all(path.startswith("/etc/midstream/") for path in named)
+
+
+@pytest.mark.parametrize("overlay", ["gpu", "ha", "keda", "multinode", "roles"])
+def test_the_component_secures_the_workers_of_other_overlays(overlay: str) -> None:
+    secured, rendered = render("secure").pods()["worker"], render(overlay, "secure")
+    keys = [item for item in secured["spec"]["volumes"] if "secret" in item]
+    mounts = [item for item in container_of(secured)["volumeMounts"] if item["name"] == "curve"]
+    variables = [item for item in container_of(secured)["env"] if item["name"].startswith("MIDSTREAM_CURVE")]
+    assert (len(keys), len(mounts), len(variables)) == (1, 1, 3)
+    workers = {name: pod for name, pod in rendered.pods().items() if name.startswith("worker")}
+    assert len(workers) == (2 if overlay == "roles" else 1)
+    for pod in workers.values():
+        container = container_of(pod)
+        assert [item for item in pod["spec"]["volumes"] if "secret" in item] == keys
+        assert [item for item in container["volumeMounts"] if item["name"] == "curve"] == mounts
+        assert [item for item in container["env"] if item["name"].startswith("MIDSTREAM_CURVE")] == variables
