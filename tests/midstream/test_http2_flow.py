@@ -514,6 +514,9 @@ MALFORMED = {
     "an unknown pseudo-header": [(":x", "y"), *HEADERS],
     "a connection header": [*HEADERS, ("connection", "close")],
     "another te": [*HEADERS, ("te", "gzip")],
+    "a line break": [*HEADERS, ("name", "x\ny")],
+    "a carriage return": [*HEADERS, ("name", "x\r")],
+    "a zero": [*HEADERS, ("authorization", "x\0y")],
 }
 
 
