@@ -165,6 +165,26 @@ def test_half_replaced_files_leave_the_old_certificate_in_use(tmp_path: Path, au
     assert tls.refresh() == version + 1
 
 
+def test_files_that_could_not_be_read_for_a_moment_are_read_again(
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = authority.issue("unreadable")
+    paths = [tmp_path / "cert", tmp_path / "key"]
+    for path, source in zip(paths, (identity.cert, identity.key), strict=True):
+        path.write_bytes(contents(source))
+    tls = Tls(str(paths[0]), str(paths[1]), authority.ca)
+    version = tls.refresh()
+    replace(paths[1], contents(identity.key))
+
+    def fail(path: Path) -> bytes:
+        raise PermissionError(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        assert tls.refresh() == version
+    assert tls.refresh() == version + 1
+
+
 @pytest.mark.parametrize("config_class", [RouterConfig, SchedulerConfig, DetokenizerConfig])
 def test_contradictions_and_bad_files_refuse_to_start(
     tmp_path: Path, authority: Authority, config_class: type[RouterConfig | SchedulerConfig | DetokenizerConfig]
