@@ -411,3 +411,15 @@ async def test_a_burst_of_calls_is_answered_in_full(kind: str) -> None:
         codes = [await call.code() for call in calls]
     assert codes == [grpc.StatusCode.OK] * len(codes)
     await server.stop()
+
+
+def test_idle_connections_of_one_address_leave_room_for_others() -> None:
+    server = HttpServer("127.0.0.1", 0, Metrics(), Progress().problems)
+    server.start()
+    with contextlib.ExitStack() as opened:
+        for _ in range(200):
+            idle = socket.create_connection(("127.0.0.1", server.port), source_address=("127.0.0.2", 0))
+            opened.enter_context(idle)
+        for _ in range(40):  # more than one address may have open at once
+            assert get(server.port, "/health")[0] == 200
+    server.stop()
