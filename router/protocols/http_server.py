@@ -370,13 +370,16 @@ class HttpPort:
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Stop accepting requests, wait up to `drain_timeout_s` for running ones, and close the port, whether or not it
-        was started. A further call with 0 cancels the requests for which an earlier call waits.
+        was started. Of several calls the shortest time applies; with 0, running requests are cancelled at once.
         """
-        if self._server.should_exit and drain_timeout_s <= 0:
-            self._server.force_exit = True
-            for request in tuple(self._server.server_state.tasks):
-                request.cancel()
-        self._server.config.timeout_graceful_shutdown = max(int(drain_timeout_s), 0)
+        config, seconds = self._server.config, max(int(drain_timeout_s), 0)
+        if self._server.should_exit:
+            seconds = min(seconds, config.timeout_graceful_shutdown or 0)
+            if not seconds:
+                self._server.force_exit = True
+                for request in tuple(self._server.server_state.tasks):
+                    request.cancel()
+        config.timeout_graceful_shutdown = seconds
         self._server.should_exit = True
         for task in self._tasks[1:]:
             task.cancel()

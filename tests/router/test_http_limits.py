@@ -145,14 +145,15 @@ async def test_requests_that_outlast_the_drain_time_are_rejected(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_a_further_call_ends_the_drain_time() -> None:
+@pytest.mark.parametrize("times_s", [(60, 0), (0, 60)])
+async def test_of_several_drain_times_the_shortest_applies(times_s: tuple[int, int]) -> None:
     port, asked = await asked_without_end(has_begun=False)
-    stopping = asyncio.create_task(port.stop(60))
-    await asyncio.sleep(0.2)
-    assert not stopping.done()
+    first = asyncio.create_task(port.stop(times_s[0]))
+    await asyncio.sleep(0.2 if times_s[0] else 0)
+    assert not first.done()
     async with asyncio.timeout(20):
-        await port.stop(0)
-        await stopping
+        await port.stop(times_s[1])
+        await first
         answer, _ = await asked
     assert answer.split()[1:2] == [b"503"]
 
