@@ -81,15 +81,25 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Human-readable log lines."""
+    """Human-readable log lines. Control characters are escaped, since clients choose request ids and parts of messages:
+    they could otherwise write lines of their own, or control the terminal.
+    """
 
     def __init__(self, service: str) -> None:
         super().__init__(f"%(asctime)s %(levelname)-7s {service} %(message)s%(request)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
         request_id = current_request_id.get()
-        record.request = f" [{request_id}]" if request_id else ""
+        record.request = f" [{_escape(request_id)}]" if request_id else ""
         return super().format(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the base class names it)
+        record.message = _escape(record.message)
+        return super().formatMessage(record)
+
+
+def _escape(text: str) -> str:
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def configure_logging(service: str, *, level: str = "info", style: str = "json") -> None:

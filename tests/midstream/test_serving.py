@@ -26,7 +26,7 @@ from midstream.rpc.errors import FIELD_KEY, error_from_rpc
 from midstream.rpc.health import Progress
 from midstream.rpc.http2 import GrpcServer, Limits
 from midstream.rpc.serving import Server, open_channel
-from midstream.telemetry import HttpServer, JsonFormatter, Metrics, current_request_id
+from midstream.telemetry import HttpServer, JsonFormatter, Metrics, TextFormatter, current_request_id
 from protos import loads_pb2, service_pb2_grpc
 from protos import stats_pb2 as stats
 from tests.faults.hosts import relay
@@ -423,3 +423,13 @@ def test_idle_connections_of_one_address_leave_room_for_others() -> None:
         for _ in range(40):  # more than one address may have open at once
             assert get(server.port, "/health")[0] == 200
     server.stop()
+
+
+def test_a_text_log_line_stays_one_line() -> None:
+    record = logging.LogRecord("x", logging.WARNING, "", 0, "an error: %s", ("a\n\x1b[2Jb é",), None)
+    token = current_request_id.set("id]\n12:00:00 ERROR")
+    try:
+        line = TextFormatter("router").format(record)
+    finally:
+        current_request_id.reset(token)
+    assert line.endswith(r"WARNING router an error: a\n\x1b[2Jb é [id]\n12:00:00 ERROR]")
