@@ -162,8 +162,9 @@ class _Protocol(HttpToolsProtocol):
     def _time_out(self, timeout_s: float) -> None:
         self._timer = None
         cycle = self.cycle
-        if cycle is not None and not cycle.response_complete and not cycle.more_body:
-            # Once a request is complete, no time limit applies here.
+        if self.pipeline or (cycle is not None and not cycle.response_complete and not cycle.more_body):
+            # Once a request is complete, no time limit applies here. The data of a request that was sent before the
+            # answer to an earlier one is not read until then.
             self._expect(timeout_s)
         elif not self.transport.is_closing():
             if cycle is None or cycle.response_complete or not cycle.response_started:

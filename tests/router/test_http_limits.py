@@ -223,6 +223,16 @@ async def test_an_answer_may_take_longer_than_its_request() -> None:
     assert answer.count(b"piece") == 3
 
 
+async def test_a_request_that_waits_for_an_earlier_answer_does_not_end_it() -> None:
+    port = HttpPort(echo, "127.0.0.1", 0, body_timeout_s=0.1)
+    port.start()
+    last = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\nhalf"
+    answer, _ = await exchange(port.port, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" + last)
+    assert answer.count(b"piece") == 3
+    assert answer.index(b"\r\n0\r\n\r\n") < answer.index(b"HTTP/1.1 408 ")
+    await port.stop(0)
+
+
 async def test_a_further_request_of_a_connection_has_the_same_time_limit() -> None:
     port = HttpPort(echo, "127.0.0.1", 0, head_timeout_s=0.3)
     port.start()
