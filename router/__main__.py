@@ -182,15 +182,13 @@ async def serve(config: RouterConfig) -> None:
     if config.throughput_log_s > 0:
         parts["throughput"] = log_throughput(seen, lambda: limits.num_open, config.throughput_log_s)
     tasks = [asyncio.create_task(part, name=f"the loop of {name}") for name, part in parts.items()]
-    http_drain_timeout_s = 0.0
     try:
         await server.start()
         for task in (*tasks, *http.start()):
             server.depend_on(task)
-        await server.run_until_signal(drain_timeout_s=config.drain_timeout_s)
-        http_drain_timeout_s = config.drain_timeout_s
+        await server.run_until_signal(drain_timeout_s=config.drain_timeout_s, then=http.stop)
     finally:
-        await http.stop(http_drain_timeout_s)
+        await http.stop(0)
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)

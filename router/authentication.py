@@ -132,7 +132,7 @@ class _WatchedFile(ABC, Generic[_EntryT]):
     def __init__(self, path: str) -> None:
         """Read the file. Raises ConfigError if the file is missing, or a line is invalid."""
         self._path = Path(path)
-        self._signature = self._sign()
+        self._signature: tuple[int, ...] = self._sign()
         self._entries = self._read()
         self._looked_at = time.monotonic()
 
@@ -154,17 +154,20 @@ class _WatchedFile(ABC, Generic[_EntryT]):
     def _parse(self, words: list[str]) -> tuple[bytes, _EntryT]:
         """Return the key and value on a line; raise InvalidArgumentError without the line, which may hold a secret."""
 
-    def _sign(self) -> tuple[int, int, int]:
+    def _sign(self) -> tuple[int, ...]:
         try:
             stat = self._path.stat()
         except OSError as error:
             raise ConfigError(f"cannot be read: {error}", field=self.field) from None
-        return stat.st_ino, stat.st_mtime_ns, stat.st_size
+        # The time of the status changes when the file becomes readable.
+        return stat.st_ino, stat.st_ctime_ns, stat.st_mtime_ns, stat.st_size
 
     def _read(self) -> dict[bytes, _EntryT]:
         try:
             lines = self._path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
+            if isinstance(error, OSError):
+                self._signature = ()  # try again, since it may have no other reason than too many open files
             raise ConfigError(f"cannot be read: {error}", field=self.field) from None
         entries: dict[bytes, _EntryT] = {}
         for number, line in enumerate(lines, 1):

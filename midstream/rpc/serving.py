@@ -140,9 +140,19 @@ class Server:
         self._beat = asyncio.create_task(self._keep_beating(), name="event-loop-beat")
 
     async def run_until_signal(
-        self, *, drain: Callable[[], Awaitable[None]] | None = None, drain_timeout_s: float = 30.0
+        self,
+        *,
+        drain: Callable[[], Awaitable[None]] | None = None,
+        drain_timeout_s: float = 30.0,
+        then: Callable[[float], Awaitable[None]] | None = None,
     ) -> None:
         """Serve until SIGTERM or SIGINT, then drain; a second signal ends the draining early.
+
+        Args:
+            drain: As for `stop`.
+            drain_timeout_s: Time limit for everything.
+            then: Stops the process's other port, which answers until then, within the seconds left. A second signal
+                calls it with 0, also while it runs.
 
         Raises:
             MidstreamError: The error passed to `fail`.
@@ -161,12 +171,21 @@ class Server:
             await self.stop()
             raise self._failure
         logger.info("draining")
-        stopping = asyncio.create_task(self.stop(drain=drain, drain_timeout_s=drain_timeout_s))
+
+        async def stop_all() -> None:
+            ends_at = loop.time() + drain_timeout_s
+            await self.stop(drain=drain, drain_timeout_s=drain_timeout_s)
+            if then is not None:
+                await then(max(ends_at - loop.time(), 0.0))
+
+        stopping = asyncio.create_task(stop_all())
         impatient = asyncio.create_task(signals.get())
         await asyncio.wait((stopping, impatient), return_when=asyncio.FIRST_COMPLETED)
         impatient.cancel()
         if not stopping.done():
             await self.grpc.stop(0)
+            if then is not None:
+                await then(0.0)
         await stopping
         logger.info("stopped")
 

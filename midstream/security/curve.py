@@ -111,13 +111,17 @@ def read_public_keys(folder: str, field: str) -> frozenset[bytes]:
     return keys
 
 
-def sign_folder(folder: str, field: str) -> tuple[tuple[str, int, int, int], ...]:
-    """Return a value that changes whenever a folder's keys change. Raises ConfigError if it cannot be read."""
+def sign_folder(folder: str, field: str) -> tuple[tuple[str, int, int, int, int], ...]:
+    """Return a value that changes whenever a folder's keys change or become readable.
+
+    Raises:
+        ConfigError: The folder cannot be read.
+    """
     try:
         stats = [(path.name, path.stat()) for path in _key_files(folder, field)]
     except OSError as error:
         raise ConfigError(f"cannot be read: {error}", field=field) from None
-    return tuple((name, stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
+    return tuple((name, stat.st_ino, stat.st_ctime_ns, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
 
 
 def _key_files(folder: str, field: str) -> Iterator[Path]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -18,7 +20,24 @@ from midstream.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_Signature = tuple[tuple[int, int, int], ...]
+_Signature = tuple[tuple[int, ...], ...]
+
+
+class _ServerContext(ssl.SSLContext):
+    """A context for a listener: each handshake uses the newest files.
+
+    OpenSSL can add certificate authorities to a context, but not remove them, so changed files need a new context.
+
+    Attributes:
+        make: Returns a context with the current files. Raises ConfigError if they are invalid.
+        newest: The context of the next handshake.
+    """
+
+    make: Callable[[], ssl.SSLContext]
+    newest: ssl.SSLContext
+
+    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        return self.newest.wrap_bio(*args, **kwargs)
 
 
 class Tls:
@@ -46,7 +65,7 @@ class Tls:
         self.require_client_cert = require_client_cert
         self._paths = {name: Path(path) for name, path in (("cert", cert), ("key", key), ("ca", ca)) if path}
         self._lock = threading.Lock()
-        self._contexts: list[ssl.SSLContext] = []
+        self._contexts: list[_ServerContext] = []
         self._version = 1
         self._signature = self._sign()
         self._contents = self._read()
@@ -71,11 +90,12 @@ class Tls:
                 if signature != self._signature:
                     self._signature = signature
                     contents = self._read()
+                    made = [context.make() for context in self._contexts]
                     if self._sign() == signature:
                         self._contents = contents
                         self._version += 1
-                        for context in self._contexts:
-                            self._load(context)
+                        for context, newest in zip(self._contexts, made, strict=True):
+                            context.newest = newest
                         logger.info("loaded new certificates")
             except ConfigError as error:
                 logger.warning("the new certificates are invalid; keeping the old ones: %s", error)
@@ -107,20 +127,11 @@ class Tls:
 
     def http_context(self) -> ssl.SSLContext:
         """Return an SSL context for an HTTP server; `refresh` keeps it up to date. Client certificates are verified."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self._load(context)
-        if "ca" in self._paths:
-            context.verify_mode = ssl.CERT_REQUIRED if self.require_client_cert else ssl.CERT_OPTIONAL
-        self._contexts.append(context)
-        return context
+        return self._server_context(ssl.CERT_OPTIONAL if "ca" in self._paths else ssl.CERT_NONE)
 
     def grpc_context(self) -> ssl.SSLContext:
         """Return an SSL context for a gRPC server; it asks clients for a certificate only if they must have one."""
-        context = self.http_context()
-        context.verify_mode = ssl.CERT_REQUIRED if self.require_client_cert else ssl.CERT_NONE
-        context.set_alpn_protocols(["h2"])
-        return context
+        return self._server_context(ssl.CERT_NONE, "h2")
 
     def client_context(self) -> ssl.SSLContext:
         """Return an SSL context for a non-gRPC client connection, from the current files."""
@@ -132,6 +143,23 @@ class Tls:
         self._load(context)
         return context
 
+    def _server_context(self, verify_mode: ssl.VerifyMode, *protocols: str) -> ssl.SSLContext:
+        """Return an SSL context for a server; `verify_mode` applies unless clients must have a certificate."""
+
+        def make() -> ssl.SSLContext:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            self._load(context)
+            context.verify_mode = ssl.CERT_REQUIRED if self.require_client_cert else verify_mode
+            if protocols:
+                context.set_alpn_protocols(protocols)
+            return context
+
+        context = _ServerContext(ssl.PROTOCOL_TLS_SERVER)
+        context.make, context.newest = make, make()
+        self._contexts.append(context)
+        return context
+
     def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
         contents = self._contents
         return grpc.ssl_server_certificate_configuration([(contents["key"], contents["cert"])], contents.get("ca"))
@@ -141,7 +169,8 @@ class Tls:
             stats = [path.stat() for path in self._paths.values()]
         except OSError as error:
             raise ConfigError(f"cannot be read: {error}", field=self._field(str(error.filename))) from None
-        return tuple((stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in stats)
+        # The time of the status changes when a file becomes readable.
+        return tuple((stat.st_ino, stat.st_ctime_ns, stat.st_mtime_ns, stat.st_size) for stat in stats)
 
     def _read(self) -> dict[str, bytes]:
         contents = {}
@@ -149,6 +178,7 @@ class Tls:
             try:
                 contents[name] = path.read_bytes()
             except OSError as error:
+                self._signature = ()  # try again, since it may have no other reason than too many open files
                 raise ConfigError(f"cannot be read: {error}", field=f"tls_{name}") from None
             if not contents[name].strip():
                 raise ConfigError(f"{path} is empty", field=f"tls_{name}")

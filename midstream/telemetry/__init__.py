@@ -13,12 +13,14 @@ import sys
 import threading
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
+from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -79,15 +81,25 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Human-readable log lines."""
+    """Human-readable log lines. Control characters are escaped, since clients choose request ids and parts of messages:
+    they could otherwise write lines of their own, or control the terminal.
+    """
 
     def __init__(self, service: str) -> None:
         super().__init__(f"%(asctime)s %(levelname)-7s {service} %(message)s%(request)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
         request_id = current_request_id.get()
-        record.request = f" [{request_id}]" if request_id else ""
+        record.request = f" [{_escape(request_id)}]" if request_id else ""
         return super().format(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the base class names it)
+        record.message = _escape(record.message)
+        return super().formatMessage(record)
+
+
+def _escape(text: str) -> str:
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def configure_logging(service: str, *, level: str = "info", style: str = "json") -> None:
@@ -132,9 +144,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
 
-    def counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+    def counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> PrometheusCounter:
         """Create a counter, exported as `midstream:NAME_total`."""
-        return Counter(PREFIX + name, text, labels, registry=self.registry)
+        return PrometheusCounter(PREFIX + name, text, labels, registry=self.registry)
 
     def gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
         return Gauge(PREFIX + name, text, labels, registry=self.registry)
@@ -165,17 +177,48 @@ def _alias(family: Metric) -> Metric:
 
 # A page returns (status, content type, body).
 _MAX_THREADS = 128
+_MAX_PER_ADDRESS = 32
 Page = Callable[[], tuple[int, str, bytes]]
 
 
 class _BoundedHTTPServer(ThreadingHTTPServer):
-    """An HTTP server with one thread per connection, up to a limit; further connections are closed immediately."""
+    """An HTTP server with one thread per connection, up to a limit in total and one for each address; further
+    connections are closed immediately.
+    """
+
+    request_queue_size = 1024  # the backlog; if it overflows, a probe is only answered after a second or more
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._lock = threading.Lock()
+        self._num_open = Counter[str]()
+        super().__init__(*args, **kwargs)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if threading.active_count() > _MAX_THREADS:
+        address = client_address[0]
+        with self._lock:
+            is_over = threading.active_count() > _MAX_THREADS or self._num_open[address] >= _MAX_PER_ADDRESS
+            self._num_open[address] += 1
+        if is_over:
+            self._leave(address)
             self.shutdown_request(request)
-        else:
+            return
+        try:
             super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self._leave(address)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._leave(client_address[0])
+
+    def _leave(self, address: str) -> None:
+        with self._lock:
+            self._num_open[address] -= 1
+            if not self._num_open[address]:
+                del self._num_open[address]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log an exception of a handler; by default it would be printed between the log lines."""

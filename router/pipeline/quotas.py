@@ -39,10 +39,11 @@ _LEAVE_S = 0.25
 class _Rate:
     """A token bucket for requests or tokens."""
 
-    def __init__(self, name: str, limit: int, now: float) -> None:
+    def __init__(self, name: str, limit: int, now: float, share: float = 1.0) -> None:
+        """`share` is the part of the limit that remains."""
         self.name = name
         self.limit = limit
-        self._level = float(limit)
+        self._level = share * limit
         self._at = now
 
     def level(self, now: float) -> float:
@@ -53,6 +54,10 @@ class _Rate:
 
     def take(self, amount: int, now: float) -> None:
         self._level = self.level(now) - amount
+
+    def with_limit(self, limit: int, now: float) -> _Rate:
+        """Return a bucket with another limit, of which the same part remains."""
+        return self if limit == self.limit else _Rate(self.name, limit, now, self.level(now) / self.limit)
 
     def seconds_until(self, level: float, now: float) -> float:
         """Return the number of seconds until the bucket reaches this level."""
@@ -86,16 +91,20 @@ class Account:
 
     def __init__(self, client: str, quota: Quota, clock: Callable[[], float], used: Iterable[UsageSeen] = ()) -> None:
         """`used` is what the client has used at other routers in the last minute, oldest first."""
-        self.quota = quota
-        self.is_limited = quota != Quota()
         self.num_running = 0
         self._client = client
         self._clock = clock
-        began = clock() - _PERIOD_S
-        self._requests = _Rate("requests", quota.requests_per_minute, began) if quota.requests_per_minute else None
-        self._tokens = _Rate("tokens", quota.tokens_per_minute, began) if quota.tokens_per_minute else None
-        for seen in used:
-            self.take(seen)
+        self._rates: dict[str, _Rate] = {}
+        self.change(quota, used)
+
+    def change(self, quota: Quota, used: Iterable[UsageSeen]) -> None:
+        """Set the quota. What the client has used of the earlier one counts, since it may use several tokens in turn,
+        whose quotas differ. `used` counts for what was not limited before.
+        """
+        self.quota = quota
+        self.is_limited = quota != Quota()
+        self._requests = self._changed("requests", quota.requests_per_minute, used)
+        self._tokens = self._changed("tokens", quota.tokens_per_minute, used)
 
     def admit(self, num_running_elsewhere: int = 0) -> None:
         """Count a new request; `num_running_elsewhere` is the client's number of requests at other routers.
@@ -119,6 +128,20 @@ class Account:
     def charge(self, num_tokens: int) -> None:
         if self._tokens is not None:
             self._tokens.take(num_tokens, self._clock())
+
+    def _changed(self, name: str, limit: int, used: Iterable[UsageSeen]) -> _Rate | None:
+        """Return the bucket with another limit; None if there is none now."""
+        if not limit:
+            return None
+        now, rate = self._clock(), self._rates.get(name)
+        if rate is not None:
+            rate = rate.with_limit(limit, now)
+        else:
+            rate = _Rate(name, limit, now - _PERIOD_S)
+            for seen in used:
+                rate.take(seen.num_requests if name == "requests" else seen.num_tokens, seen.at)
+        self._rates[name] = rate
+        return rate
 
     def take(self, seen: UsageSeen) -> None:
         """Count what the client has used at another router."""
@@ -312,8 +335,9 @@ class Quotas:
 
     def _account(self, caller: Caller) -> Account:
         account = self._accounts.get(caller.name)
-        if account is None or account.quota != caller.quota:
-            replacement = Account(caller.name, caller.quota, self._clock, self._reports.seen(caller.name))
-            replacement.num_running = account.num_running if account is not None else 0
-            account = self._accounts[caller.name] = replacement
+        if account is None:
+            account = Account(caller.name, caller.quota, self._clock, self._reports.seen(caller.name))
+            self._accounts[caller.name] = account
+        elif account.quota != caller.quota:
+            account.change(caller.quota, self._reports.seen(caller.name))
         return account

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import socket
 import uuid
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import cast
+from typing import Any, cast
 
+import httptools
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse
@@ -75,10 +77,39 @@ class ConnectionLimits:
             del self._open[address]
 
 
+class _Parser(httptools.HttpRequestParser):
+    """httptools' parser, which takes a request that offers another protocol as the request alone.
+
+    By itself, it takes what follows the head for bytes of the other protocol and loses the body.
+    """
+
+    def __init__(self, protocol: _Protocol) -> None:
+        super().__init__(protocol)
+        with contextlib.suppress(AttributeError):  # as uvicorn does; httptools before 0.6.3 is always lenient
+            self.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._protocol = protocol
+
+    def feed_data(self, data: bytes | bytearray | memoryview[int] | array[int]) -> None:
+        rest, parser = memoryview(data), self
+        while True:
+            try:
+                super(_Parser, parser).feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._protocol.offers_protocol:
+                    raise
+                rest = rest[upgrade.args[0] :]
+                parser = self._protocol.decline_offer()
+
+
 class _Protocol(HttpToolsProtocol):
     """uvicorn's protocol with limits on connections, on the size of the head, and on the time to receive a request.
 
-    It also extracts the names in the client's certificate.
+    It also extracts the names in the client's certificate, and ignores offers of other protocols, as HTTP permits:
+    some clients offer HTTP/2 with every request.
+
+    Attributes:
+        offers_protocol: Whether the last head offers another protocol.
     """
 
     limits: ConnectionLimits
@@ -87,6 +118,11 @@ class _Protocol(HttpToolsProtocol):
     _is_too_large = False
     _is_counted = False
     _timer: asyncio.TimerHandle | None = None
+    offers_protocol = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parser = _Parser(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Reject a connection over the limit; otherwise wait for the head of a request."""
@@ -126,16 +162,31 @@ class _Protocol(HttpToolsProtocol):
     def _time_out(self, timeout_s: float) -> None:
         self._timer = None
         cycle = self.cycle
-        if cycle is not None and not cycle.response_complete and not cycle.more_body:
-            # Once a request is complete, no time limit applies here.
+        if self.pipeline or (cycle is not None and not cycle.response_complete and not cycle.more_body):
+            # Once a request is complete, no time limit applies here. The data of a request that was sent before the
+            # answer to an earlier one is not read until then.
             self._expect(timeout_s)
         elif not self.transport.is_closing():
             if cycle is None or cycle.response_complete or not cycle.response_started:
                 self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n\r\n")
             self.transport.close()
 
+    def decline_offer(self) -> _Parser:
+        """Read the last head again, without its offer of another protocol; return the parser for what follows."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        self.offers_protocol = False
+        self.parser = parser = _Parser(self)
+        parser.feed_data(b"\r\n".join([*lines, b"", b""]))
+        return parser
+
     def on_headers_complete(self) -> None:
         """Handle a request's complete head."""
+        # A tunnel, for which CONNECT asks, is not an offer but the request itself.
+        self.offers_protocol = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if self.offers_protocol:
+            return
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > MAX_METADATA_BYTES:
             self._is_too_large = True
             raise ValueError("the head is too large")
@@ -150,6 +201,8 @@ class _Protocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.offers_protocol:
+            return
         self._num_held_bytes = 0
         self._expect(None)
         super().on_message_complete()
@@ -321,9 +374,16 @@ class HttpPort:
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Stop accepting requests, wait up to `drain_timeout_s` for running ones, and close the port, whether or not it
-        was started.
+        was started. Of several calls the shortest time applies; with 0, running requests are cancelled at once.
         """
-        self._server.config.timeout_graceful_shutdown = max(int(drain_timeout_s), 0)
+        config, seconds = self._server.config, max(int(drain_timeout_s), 0)
+        if self._server.should_exit:
+            seconds = min(seconds, config.timeout_graceful_shutdown or 0)
+            if not seconds:
+                self._server.force_exit = True
+                for request in tuple(self._server.server_state.tasks):
+                    request.cancel()
+        config.timeout_graceful_shutdown = seconds
         self._server.should_exit = True
         for task in self._tasks[1:]:
             task.cancel()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,18 @@ Manifest = dict[str, Any]
 
 
 class Rendered:
-    """The objects of one overlay, by kind and name."""
+    """The objects of one overlay, with further components, by kind and name."""
 
-    def __init__(self, overlay: str) -> None:
+    def __init__(self, overlay: str, *components: str) -> None:
         self.overlay = overlay
-        command = ["kubectl", "kustomize", str(ROOT / "deploy" / "k8s" / "overlays" / overlay)]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        with tempfile.TemporaryDirectory() as folder:
+            base = os.path.relpath(ROOT / "deploy" / "k8s", folder)
+            names = {
+                "resources": [f"{base}/overlays/{overlay}"],
+                "components": [f"{base}/components/{component}" for component in components],
+            }
+            Path(folder, "kustomization.yaml").write_text(yaml.safe_dump(names), encoding="utf-8")
+            text = subprocess.run(["kubectl", "kustomize", folder], check=True, capture_output=True, text=True).stdout
         self.objects: list[Manifest] = list(yaml.safe_load_all(text))
 
     def all(self, kind: str) -> list[Manifest]:

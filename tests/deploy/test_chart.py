@@ -150,6 +150,24 @@ def test_all_objects_are_in_the_namespace_of_the_release() -> None:
     assert trigger["metadata"]["serverAddress"] == "http://prometheus.observability.svc:9090"
     assert not [name for kind, name in objects if kind == "HorizontalPodAutoscaler"]
     assert objects["Ingress", "router"]["spec"]["tls"] == [{"hosts": ["llm.example"], "secretName": "llm-tls"}]
+    (scrape,) = yaml.safe_load(objects["ConfigMap", "prometheus"]["data"]["scrape.yaml"])["scrape_configs"]
+    assert scrape["kubernetes_sd_configs"][0]["namespaces"] == {"names": ["elsewhere"]}
+
+
+@pytest.mark.parametrize("is_secure", ["true", "false"])
+def test_a_pod_monitor_sets_the_labels_of_the_scrape_configuration(is_secure: str) -> None:
+    objects = chart("cpu", "--set", f"podMonitor.enabled=true,secure.enabled={is_secure}")
+    (scrape,) = yaml.safe_load(objects["ConfigMap", "prometheus"]["data"]["scrape.yaml"])["scrape_configs"]
+    spec = objects["PodMonitor", "midstream"]["spec"]
+    router = objects["Deployment", "router"]["spec"]["template"]["metadata"]
+    assert router["labels"][spec["jobLabel"]] == scrape["job_name"]
+    (endpoint,) = spec["podMetricsEndpoints"]
+    ours = {item["targetLabel"]: item["sourceLabels"] for item in endpoint["relabelings"]}
+    theirs = {
+        item["target_label"]: item["source_labels"] for item in scrape["relabel_configs"] if "target_label" in item
+    }
+    # The operator itself sets `namespace` and `pod`.
+    assert ours == {name: theirs[name] for name in ("part", *(["__scheme__"] if is_secure == "true" else []))}
 
 
 @pytest.mark.parametrize(

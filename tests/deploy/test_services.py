@@ -184,6 +184,11 @@ def test_every_link_is_secured() -> None:
     file = ROOT / "deploy/k8s/components/secure/certificates.yaml"
     uris = {item["spec"]["secretName"]: item["spec"]["uris"] for item in yaml.safe_load_all(file.read_text())}
     assert uris == {f"tls-{part}": [f"spiffe://midstream/{part}"] for part in ("router", "scheduler", "detokenizer")}
+    # A gateway or a mesh uses TLS only for the ports that say so. Metrics have no TLS but at routers.
+    for part, https in (("router", {"grpc", "http"}), ("scheduler", {"grpc"}), ("detokenizer", {"grpc"})):
+        ports = rendered.get("Service", part)["spec"]["ports"]
+        assert {port["name"] for port in ports if port.get("appProtocol") == "https"} == https
+        assert {port["name"] for port in ports if port.get("appProtocol") == "kubernetes.io/h2c"} == set()
     router, scheduler = config_of(rendered, "router"), config_of(rendered, "scheduler")
     worker = config_of(rendered, "worker")
     assert isinstance(router, RouterConfig)
@@ -198,3 +203,19 @@ def test_every_link_is_secured() -> None:
             if path.startswith("/etc/midstream"):
                 assert any(path == mount or path.startswith(mount + "/") for mount in mounts)
     assert all(path.startswith("/etc/midstream/") for path in named)
+
+
+@pytest.mark.parametrize("overlay", ["gpu", "ha", "keda", "multinode", "roles"])
+def test_the_component_secures_the_workers_of_other_overlays(overlay: str) -> None:
+    secured, rendered = render("secure").pods()["worker"], render(overlay, "secure")
+    keys = [item for item in secured["spec"]["volumes"] if "secret" in item]
+    mounts = [item for item in container_of(secured)["volumeMounts"] if item["name"] == "curve"]
+    variables = [item for item in container_of(secured)["env"] if item["name"].startswith("MIDSTREAM_CURVE")]
+    assert (len(keys), len(mounts), len(variables)) == (1, 1, 3)
+    workers = {name: pod for name, pod in rendered.pods().items() if name.startswith("worker")}
+    assert len(workers) == (2 if overlay == "roles" else 1)
+    for pod in workers.values():
+        container = container_of(pod)
+        assert [item for item in pod["spec"]["volumes"] if "secret" in item] == keys
+        assert [item for item in container["volumeMounts"] if item["name"] == "curve"] == mounts
+        assert [item for item in container["env"] if item["name"].startswith("MIDSTREAM_CURVE")] == variables

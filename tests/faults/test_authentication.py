@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -102,6 +105,27 @@ def test_a_changed_token_file_is_read_again_and_a_broken_one_is_not(
     assert tokens.caller_of(BOB) == bob
     path.unlink()
     assert tokens.caller_of(BOB) == bob
+
+
+def test_a_token_file_that_could_not_be_read_for_a_moment_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.authentication._LOOK_INTERVAL_S", 0.0)
+    path = tmp_path / "tokens"
+    tokens = tokens_in(path, f"{ALICE} alice")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", failing(OSError(errno.EMFILE, "too many open files")))
+        replace(path, f"{BOB} bob".encode())
+        assert tokens.caller_of(ALICE)
+    assert tokens.caller_of(ALICE) is None
+    assert tokens.caller_of(BOB)
+
+
+def failing(error: OSError) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> Any:
+        raise error
+
+    return fail
 
 
 async def test_tokens_over_http(tmp_path: Path) -> None:

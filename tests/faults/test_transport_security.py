@@ -165,6 +165,26 @@ def test_half_replaced_files_leave_the_old_certificate_in_use(tmp_path: Path, au
     assert tls.refresh() == version + 1
 
 
+def test_files_that_could_not_be_read_for_a_moment_are_read_again(
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = authority.issue("unreadable")
+    paths = [tmp_path / "cert", tmp_path / "key"]
+    for path, source in zip(paths, (identity.cert, identity.key), strict=True):
+        path.write_bytes(contents(source))
+    tls = Tls(str(paths[0]), str(paths[1]), authority.ca)
+    version = tls.refresh()
+    replace(paths[1], contents(identity.key))
+
+    def fail(path: Path) -> bytes:
+        raise PermissionError(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        assert tls.refresh() == version
+    assert tls.refresh() == version + 1
+
+
 @pytest.mark.parametrize("config_class", [RouterConfig, SchedulerConfig, DetokenizerConfig])
 def test_contradictions_and_bad_files_refuse_to_start(
     tmp_path: Path, authority: Authority, config_class: type[RouterConfig | SchedulerConfig | DetokenizerConfig]
@@ -217,6 +237,40 @@ async def test_https_with_client_certificates_and_their_rotation(authority: Auth
             while await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port)) == before:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         assert await asyncio.to_thread(fetch, f"{url}/v1/models", context) == (200, "dora")
+
+
+@pytest.mark.parametrize("port", ["https", "own", "grpcio"])
+async def test_a_removed_authority_is_no_longer_trusted(
+    tmp_path: Path, authority: Authority, stranger: Authority, port: str
+) -> None:
+    identity, old, new = authority.issue("router"), stranger.issue("old"), authority.issue("new")
+    ca = tmp_path / "ca"
+    ca.write_bytes(contents(authority.ca) + contents(stranger.ca))
+    tls = Tls(identity.cert, identity.key, str(ca), require_client_cert=True)
+    authenticator = Authenticator(by_certificate=True)
+    if port == "https":
+        async with http_port(authenticator, tls) as number:
+            contexts = []
+            for client in (old, new):
+                context = ssl.create_default_context(cafile=authority.ca)
+                context.load_cert_chain(client.cert, client.key)
+                contexts.append(context)
+            url = f"https://127.0.0.1:{number}/v1/models"
+            assert await asyncio.to_thread(fetch, url, contexts[0]) == (200, "old")
+            replace(ca, contents(authority.ca))
+            tls.refresh()
+            with pytest.raises(OSError, match=rf"{REFUSED}|unknown ca"):
+                await asyncio.to_thread(fetch, url, contexts[0])
+            assert await asyncio.to_thread(fetch, url, contexts[1]) == (200, "new")
+        return
+    async with serving(tls, authenticator, grpc_server=port) as address:
+        async with open_channel(address, tls=Tls(old.cert, old.key, authority.ca)) as channel:
+            assert await ask(channel) == "old"
+        replace(ca, contents(authority.ca))
+        async with open_channel(address, tls=Tls(old.cert, old.key, authority.ca)) as channel:
+            assert (await refusal(channel)).code() is grpc.StatusCode.UNAVAILABLE
+        async with open_channel(address, tls=Tls(new.cert, new.key, authority.ca)) as channel:
+            assert await ask(channel) == "new"
 
 
 async def test_https_requires_a_certificate_even_for_anonymous_callers(authority: Authority) -> None:

@@ -208,6 +208,25 @@ def test_no_side_starts_with_an_invalid_secret(keys: Path, secret: str) -> None:
     assert raised.value.field == "curve_secret_key"
 
 
+def test_keys_that_could_not_be_read_for_a_moment_are_read_again(
+    tmp_path: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "old.key").write_bytes((keys / "a.key").read_bytes())
+    allowed = WorkerKeys(str(keys / "a.key_secret"), str(tmp_path))
+    key = read_public_key(str(keys / "a.key"), "")
+    assert allowed.callback("", key)
+    (tmp_path / "old.key").unlink()
+    make_key_pair(tmp_path, "new")
+
+    def fail(folder: str, field: str) -> frozenset[bytes]:
+        raise ConfigError("too many open files", field=field)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("scheduler.edge.worker_keys.read_public_keys", fail)
+        assert allowed.callback("", key)
+    assert not allowed.callback("", key)
+
+
 def test_contradictions_refuse_to_start(keys: Path) -> None:
     secret, public = str(keys / "a.key_secret"), str(keys / "a.key")
     cases: list[tuple[str, dict[str, Any]]] = [

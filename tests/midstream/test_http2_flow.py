@@ -184,6 +184,20 @@ async def test_many_updates_of_a_connection_are_one_turn() -> None:
     assert {one[0][2], two[0][2]} < set(streams)
 
 
+@pytest.mark.parametrize("num_calls_before", [0, 1])
+async def test_a_client_may_reduce_the_size_of_the_header_table(num_calls_before: int) -> None:
+    server, _ = serving()
+    peer = Peer(server)
+    for number in range(num_calls_before + 1):
+        if number == num_calls_before:
+            peer.send(wire.SETTINGS, 0, 0, struct.pack(">HL", 1, 0))
+            peer._decoder.max_allowed_table_size = 0  # it rejects blocks until the table is as small
+        peer.call(b"x")
+        await turns()
+        blocks = [peer.headers(frame) for frame in peer.frames() if frame[0] == wire.HEADERS]
+        assert [block.get("grpc-status") for block in blocks] == [None, "0"]
+
+
 async def test_the_last_initial_window_of_a_frame_applies() -> None:
     server, _ = serving()
     peer = Peer(server)
@@ -514,6 +528,9 @@ MALFORMED = {
     "an unknown pseudo-header": [(":x", "y"), *HEADERS],
     "a connection header": [*HEADERS, ("connection", "close")],
     "another te": [*HEADERS, ("te", "gzip")],
+    "a line break": [*HEADERS, ("name", "x\ny")],
+    "a carriage return": [*HEADERS, ("name", "x\r")],
+    "a zero": [*HEADERS, ("authorization", "x\0y")],
 }
 
 

@@ -26,7 +26,7 @@ from midstream.rpc.errors import FIELD_KEY, error_from_rpc
 from midstream.rpc.health import Progress
 from midstream.rpc.http2 import GrpcServer, Limits
 from midstream.rpc.serving import Server, open_channel
-from midstream.telemetry import HttpServer, JsonFormatter, Metrics, current_request_id
+from midstream.telemetry import HttpServer, JsonFormatter, Metrics, TextFormatter, current_request_id
 from protos import loads_pb2, service_pb2_grpc
 from protos import stats_pb2 as stats
 from tests.faults.hosts import relay
@@ -232,6 +232,46 @@ async def test_sigterm_lets_streams_finish_and_rejects_new_requests(kind: str) -
     await asyncio.wait_for(running, WAIT_S)
 
 
+async def test_another_port_gets_the_rest_of_the_drain_time(kind: str) -> None:
+    servicer = raising()
+    server, stub = await serve(kind, servicer)
+    call = stub.GetIterationStats(stats.GetIterationStatsRequest())
+    await servicer.started.wait()
+    left: list[float] = []
+
+    async def then(seconds: float) -> None:
+        left.append(seconds)
+
+    running = asyncio.create_task(server.run_until_signal(drain_timeout_s=0.1, then=then))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running, WAIT_S)
+    assert left == [0], "the stream has used it up"
+    call.cancel()
+
+
+async def test_a_second_signal_also_ends_the_draining_of_another_port(kind: str) -> None:
+    server, _ = await serve(kind, raising())
+    left: list[float] = []
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def then(seconds: float) -> None:
+        left.append(seconds)
+        begun.set()
+        if seconds == 0:
+            ended.set()
+        await ended.wait()
+
+    running = asyncio.create_task(server.run_until_signal(drain_timeout_s=60, then=then))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(begun.wait(), WAIT_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running, WAIT_S)
+    assert 0 < left[0] <= 60
+    assert left[1:] == [0]
+
+
 async def test_a_stream_longer_than_the_drain_is_cut(kind: str) -> None:
     servicer = raising()
     server, stub = await serve(kind, servicer)
@@ -371,3 +411,25 @@ async def test_a_burst_of_calls_is_answered_in_full(kind: str) -> None:
         codes = [await call.code() for call in calls]
     assert codes == [grpc.StatusCode.OK] * len(codes)
     await server.stop()
+
+
+def test_idle_connections_of_one_address_leave_room_for_others() -> None:
+    server = HttpServer("127.0.0.1", 0, Metrics(), Progress().problems)
+    server.start()
+    with contextlib.ExitStack() as opened:
+        for _ in range(200):
+            idle = socket.create_connection(("127.0.0.1", server.port), source_address=("127.0.0.2", 0))
+            opened.enter_context(idle)
+        for _ in range(40):  # more than one address may have open at once
+            assert get(server.port, "/health")[0] == 200
+    server.stop()
+
+
+def test_a_text_log_line_stays_one_line() -> None:
+    record = logging.LogRecord("x", logging.WARNING, "", 0, "an error: %s", ("a\n\x1b[2Jb é",), None)
+    token = current_request_id.set("id]\n12:00:00 ERROR")
+    try:
+        line = TextFormatter("router").format(record)
+    finally:
+        current_request_id.reset(token)
+    assert line.endswith(r"WARNING router an error: a\n\x1b[2Jb é [id]\n12:00:00 ERROR]")

@@ -145,6 +145,61 @@ async def test_requests_that_outlast_the_drain_time_are_rejected(
     assert not [record for record in caplog.records if record.exc_info]
 
 
+@pytest.mark.parametrize("times_s", [(60, 0), (0, 60)])
+async def test_of_several_drain_times_the_shortest_applies(times_s: tuple[int, int]) -> None:
+    port, asked = await asked_without_end(has_begun=False)
+    first = asyncio.create_task(port.stop(times_s[0]))
+    await asyncio.sleep(0.2 if times_s[0] else 0)
+    assert not first.done()
+    async with asyncio.timeout(20):
+        await port.stop(times_s[1])
+        await first
+        answer, _ = await asked
+    assert answer.split()[1:2] == [b"503"]
+
+
+async def bodies(scope: Any, receive: Any, send: Any) -> None:
+    """Answer with the method and the body of the request."""
+    body, is_complete = b"", False
+    while not is_complete:
+        message = await receive()
+        body += message.get("body", b"")
+        is_complete = not message.get("more_body", False)
+    answer = scope["method"].encode() + b" " + body
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(answer))]})
+    await send({"type": "http.response.body", "body": answer})
+
+
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+@pytest.mark.parametrize("offer", [b"h2c", b"websocket"])
+async def test_a_request_that_offers_another_protocol_keeps_its_body(offer: bytes, framing: str) -> None:
+    """Java's and curl's clients offer HTTP/2 with a request. Its body is not another request either."""
+    offers = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nUpgrade: " + offer + b"\r\n"
+    text = b"GET /inner HTTP/1.1\r\nhost: x\r\n\r\n"
+    if framing == "length":
+        head, body = offers + b"content-length: %d\r\n\r\n" % len(text), text
+    else:
+        head, body = offers + b"transfer-encoding: chunked\r\n\r\n", b"%x\r\n%s\r\n0\r\n\r\n" % (len(text), text)
+    last = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    port = HttpPort(bodies, "127.0.0.1", 0)
+    port.start()
+    try:
+        whole, _ = await exchange(port.port, head + body + head + body + last)
+        reader, writer = await open_and_send(port.port, head[:-2])
+        for part in (head[-2:], body, last):
+            await asyncio.sleep(0)
+            writer.write(part)
+            await writer.drain()
+        async with asyncio.timeout(60):
+            parts = await reader.read()
+        writer.close()
+    finally:
+        await port.stop(0)
+    for answer, count in ((whole, 2), (parts, 1)):
+        assert answer.count(b"HTTP/1.1 200") == count + 1
+        assert answer.count(b"POST " + text) == count
+
+
 async def test_an_aborted_port_answers_nobody() -> None:
     port, asked = await asked_without_end(has_begun=False)
     port.abort()
@@ -166,6 +221,16 @@ async def test_an_answer_may_take_longer_than_its_request() -> None:
     writer.close()
     await port.stop(0)
     assert answer.count(b"piece") == 3
+
+
+async def test_a_request_that_waits_for_an_earlier_answer_does_not_end_it() -> None:
+    port = HttpPort(echo, "127.0.0.1", 0, body_timeout_s=0.1)
+    port.start()
+    last = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\nhalf"
+    answer, _ = await exchange(port.port, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" + last)
+    assert answer.count(b"piece") == 3
+    assert answer.index(b"\r\n0\r\n\r\n") < answer.index(b"HTTP/1.1 408 ")
+    await port.stop(0)
 
 
 async def test_a_further_request_of_a_connection_has_the_same_time_limit() -> None:

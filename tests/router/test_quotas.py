@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import urllib.request
@@ -205,6 +206,24 @@ def test_concurrent_requests_are_counted_until_they_end_and_a_changed_quota_hold
     with pytest.raises(OverloadedError):
         quotas.admit(caller(max_concurrent=1))
     assert quotas.headers(Caller("address")) == {}
+
+
+def test_tokens_of_a_client_with_different_quotas_do_not_refill_each_other() -> None:
+    clock = Clock()
+    quotas = Quotas(Metrics(), clock)
+    tokens = [caller(requests_per_minute=2), caller(requests_per_minute=4), caller(tokens_per_minute=60)]
+    quotas.admit(tokens[0])
+    assert quotas.headers(tokens[1])["x-ratelimit-remaining-requests"] == "2"  # half of it, as of the other
+    quotas.admit(tokens[2]).charge_prompt("a", 90)
+    for token in tokens[:2] * 10:
+        with contextlib.suppress(OverloadedError):
+            quotas.admit(token)
+    for token in tokens:
+        with pytest.raises(OverloadedError):
+            quotas.admit(token)
+    clock.now = 60
+    for token in tokens:
+        quotas.admit(token)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,7 @@ class Connection(asyncio.Protocol):
         self._headers: tuple[int, int, list[bytes]] | None = None
         # The list size of a call is checked later, so that one that is too large does not end the connection.
         self._decoder = hpack.Decoder(4 * self.limits.max_metadata_bytes)
+        self._table_update = wire.EMPTY_TABLE  # at the beginning of the first block
         self._known_blocks: dict[bytes, _Headers] = {}
         self._known_heads: dict[_Headers, Head] = {}
         self._last_stream = 0
@@ -172,7 +173,7 @@ class Connection(asyncio.Protocol):
     # For calls
 
     def send_headers(self, call: Call, block: bytes) -> None:
-        self._put(wire.header_frames(call.number, block, self._max_frame, end_stream=False))
+        self._put_headers(call.number, block, end_stream=False)
 
     def send_message(self, call: Call, body: bytes) -> bool:
         """Send a message, or as much of it as there is room for; return whether that was all."""
@@ -581,6 +582,10 @@ class Connection(asyncio.Protocol):
         self._num_strikes, self._pinged_at = 0, _NEVER  # clients may ping while they are sent something
         self._append(data)
 
+    def _put_headers(self, stream: int, block: bytes, *, end_stream: bool) -> None:
+        block, self._table_update = self._table_update + block, b""
+        self._put(wire.header_frames(stream, block, self._max_frame, end_stream=end_stream))
+
     def _append(self, data: bytes) -> None:
         if self._is_closed:
             return
@@ -641,7 +646,7 @@ class Connection(asyncio.Protocol):
         if self._is_unread():
             self._fail(ErrorCode.ENHANCE_YOUR_CALM, "replies are not read")
             return
-        self._put(wire.header_frames(call.number, block, self._max_frame, end_stream=True))
+        self._put_headers(call.number, block, end_stream=True)
         if not call.is_half_closed:
             self._put(wire.rst_stream(call.number, ErrorCode.NO_ERROR))
         self._close_if_unused()

@@ -30,6 +30,8 @@ _UNITS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-
 _NAME = re.compile(rb"[0-9a-z!#$%&'*+.^_`|~-]+")
 _KEY = re.compile(rb"[0-9a-z_.-]+")
 _VALUE = re.compile(rb"[\x20-\x7e]*")
+# These bytes make a request malformed (RFC 9113, section 8.2.1).
+_BREAKS = re.compile(rb"[\0\r\n]")
 
 _RESPONSE = ((b":status", b"200"), (b"content-type", b"application/grpc"))
 _ACCEPTS = (b"grpc-accept-encoding", b"identity, deflate, gzip")
@@ -64,6 +66,8 @@ def read_head(headers: Sequence[tuple[bytes, bytes]], max_bytes: int) -> Head:
     metadata: list[tuple[str, str | bytes]] = []
     problem: tuple[grpc.StatusCode, str] | None = None
     for name, value in headers:
+        if _BREAKS.search(value):
+            raise StreamError(ErrorCode.PROTOCOL_ERROR, "invalid value of a header")
         if name in _SPECIAL:
             special[name] = value
         elif name in _PSEUDO and name not in pseudo and not metadata and not special:

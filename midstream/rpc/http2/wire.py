@@ -20,6 +20,10 @@ END_HEADERS = 0x4
 PADDED = 0x8
 HAS_PRIORITY = 0x20
 
+# Sets the size of HPACK's dynamic table, which this server does not use, to 0 (RFC 7541, section 6.3). A client that
+# reduces the maximum size otherwise waits for a block that begins with such an update, and rejects others.
+EMPTY_TABLE = b"\x20"
+
 _PREFIXED_DATA = struct.Struct(">HBBBLBL")
 _NUMBER = struct.Struct(">L")
 _TWO_NUMBERS = struct.Struct(">LL")
