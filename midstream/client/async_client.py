@@ -79,6 +79,7 @@ class AsyncClient:
         random.shuffle(stubs)
         self._stubs = itertools.cycle(stubs)
         self._num_routers = len(stubs)
+        self._is_closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -87,7 +88,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections; streams in progress end."""
+        """Close all connections; streams in progress raise AbortedError."""
+        self._is_closed = True
         for channel in self._channels:
             await channel.close()
 
@@ -287,14 +289,16 @@ class AsyncClient:
         `on_open` is called once no further iteration can be missed.
         """
         request = stats_pb2.GetIterationStatsRequest(stream=follow, min_interval_ms=min_interval_ms)
+        call = self._next_stub().GetIterationStats(request)
         try:
-            call = self._next_stub().GetIterationStats(request)
             await call.initial_metadata()
             on_open()
             async for stats in call:
                 yield MessageToDict(stats, always_print_fields_with_no_presence=True)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
+        finally:
+            call.cancel()  # if the caller has left
 
     async def request_stats(self, request_ids: Sequence[str]) -> list[stats_pb2.RequestStats]:
         """Return the states of running and recently finished requests; unknown requests are omitted."""
@@ -304,11 +308,14 @@ class AsyncClient:
 
     async def status(self, *, follow: bool = False) -> AsyncIterator[status_pb2.SystemStatus]:
         """Yield the system's status once, or every second with `follow`, first with samples of the last few minutes."""
+        call = self._next_stub().GetStatus(status_pb2.GetStatusRequest(stream=follow))
         try:
-            async for status in self._next_stub().GetStatus(status_pb2.GetStatusRequest(stream=follow)):
+            async for status in call:
                 yield status
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
+        finally:
+            call.cancel()  # if the caller has left
 
     async def load_lora(self, name: str, path: str) -> LoraInfo:
         """Load a LoRA or prompt-tuning adapter from a PEFT folder that every worker can read.
@@ -338,6 +345,8 @@ class AsyncClient:
         return [LoraInfo.from_proto(lora) for lora in response.loras]
 
     def _next_stub(self) -> Stub:
+        if self._is_closed:
+            raise InvalidArgumentError("is closed; create another one", field="client")
         return next(self._stubs)
 
     async def _ask(self, call: Callable[[Stub], Awaitable[_T]]) -> _T:
