@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from midstream.cli.logs import last_lines, last_message
 from midstream.cli.pace import Pace
 from midstream.cli.run_dir import ProcessPhase, ProcessState, RunState
 from midstream.cli.status import ProcessStatus, _table
+from midstream.config import RouterConfig, SchedulerConfig, parse_config
 
 
 def test_fast_responses_are_printed_line_by_line() -> None:
@@ -112,3 +116,33 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         main([command, "--help"])
     assert caught.value.code == 0
     assert f"usage: midstream {command}" in capsys.readouterr().out
+
+
+def test_a_service_replaces_the_command_so_that_signals_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced: list[list[str]] = []
+
+    def replace(_: str, command: list[str], environment: dict[str, str]) -> None:
+        replaced.append(command)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execve", replace)
+    with pytest.raises(SystemExit):
+        main(["scheduler", "--port", "0"])
+    assert replaced[0][-4:] == ["-m", "scheduler", "--port", "0"]
+
+
+def test_characters_that_the_terminal_lacks_are_replaced() -> None:
+    program = "import sys; from midstream.cli import main; main(['models', '--json']); print('caf\u00e9')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
+    assert done.stdout.endswith(b"\ncaf?\n")
+
+
+@pytest.mark.parametrize("config", [RouterConfig, SchedulerConfig])
+def test_help_is_shown_whatever_the_variables_are(
+    config: type[RouterConfig | SchedulerConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_config(config, ["--help"], {"MIDSTREAM_NO_SUCH": "1", "MIDSTREAM_PORT": "x"}, program="p")
+    assert caught.value.code == 0
+    assert "usage: p" in capsys.readouterr().out
