@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import subprocess
@@ -14,6 +15,7 @@ from midstream.chunk import Chunk, FinishReason
 from midstream.cli import main
 from midstream.cli.demo_view import Answer, DemoView
 from midstream.cli.display import RunDisplay
+from midstream.cli.health import probe_health
 from midstream.cli.logs import last_lines, last_message
 from midstream.cli.pace import Pace
 from midstream.cli.run_dir import ProcessPhase, ProcessState, RunState
@@ -146,3 +148,18 @@ def test_help_is_shown_whatever_the_variables_are(
         parse_config(config, ["--help"], {"MIDSTREAM_NO_SUCH": "1", "MIDSTREAM_PORT": "x"}, program="p")
     assert caught.value.code == 0
     assert "usage: p" in capsys.readouterr().out
+
+
+async def test_the_health_of_a_service_on_an_ipv6_address_is_found() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n")
+        writer.close()
+
+    try:
+        listening = await asyncio.start_server(answer, "::1", 0)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    async with listening as server:
+        port = server.sockets[0].getsockname()[1]
+        assert await probe_health(f"[::1]:{port}") is None
