@@ -142,7 +142,7 @@ def prepare_model(model: str, console: Console) -> str:
     """
     if is_hub_name(model):
         model = str(download(model))
-    with console.status(f"Opening the model {model}"):
+    with console.status(f"Opening the model {escape(model)}"):
         open_model_folder(model)
     return model
 
@@ -153,11 +153,12 @@ def how_to_talk(state: RunState, run_dir: Path) -> str:
     grpc = ", ".join(router.addresses["grpc"] for router in routers)
     http = ", ".join(f"http://{router.addresses['http']}" for router in routers)
     flag = escape(run_dir_flag(run_dir))
+    first = escape(f"http://{routers[0].addresses['http']}")
     return (
-        f"[bold]Midstream serves {escape(state.model)}[/bold]: gRPC {grpc}, HTTP {http}\n"
+        f"[bold]Midstream serves {escape(state.model)}[/bold]: gRPC {escape(grpc)}, HTTP {escape(http)}\n"
         f'  midstream generate{flag} "What is the capital of France?"\n'
-        f"  midstream chat{flag}   (or http://{routers[0].addresses['http']}/)\n"
-        f"  midstream top{flag}   (or http://{routers[0].addresses['http']}/dashboard)"
+        f"  midstream chat{flag}   (or {first}/)\n"
+        f"  midstream top{flag}   (or {first}/dashboard)"
     )
 
 

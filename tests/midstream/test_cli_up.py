@@ -7,10 +7,12 @@ import re
 import socket
 import stat
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from rich.text import Text
 
 from midstream.cli import chat, generate, main
 from midstream.cli.api_keys import use_api_keys
@@ -137,6 +139,10 @@ def test_hints_contain_the_address_of_the_started_service(tmp_path: Path) -> Non
     state = RunState("smollm2", ProcessPhase.READY, 1, 0.0, (router,))
     assert f"midstream chat --run-dir {tmp_path}" in how_to_talk(state, tmp_path)
     assert "--run-dir" not in how_to_talk(state, default_run_dir())
+    remote = replace(router, addresses={"grpc": "[fe80::1]:1", "http": "[fe80::1]:2"})
+    shown = Text.from_markup(how_to_talk(replace(state, processes=(remote,)), tmp_path)).plain
+    assert "gRPC [fe80::1]:1, HTTP http://[fe80::1]:2" in shown
+    assert "(or http://[fe80::1]:2/dashboard)" in shown
     with_space = tmp_path / "a b"
     assert f"--run-dir '{with_space}'" in how_to_talk(state, with_space)
 

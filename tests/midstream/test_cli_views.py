@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from midstream.chunk import Chunk, FinishReason
-from midstream.cli import main
+from midstream.cli import doctor, main
 from midstream.cli.demo_view import Answer, DemoView
 from midstream.cli.display import RunDisplay
 from midstream.cli.health import probe_health
@@ -148,6 +148,29 @@ def test_help_is_shown_whatever_the_variables_are(
         parse_config(config, ["--help"], {"MIDSTREAM_NO_SUCH": "1", "MIDSTREAM_PORT": "x"}, program="p")
     assert caught.value.code == 0
     assert "usage: p" in capsys.readouterr().out
+
+
+def test_brackets_in_paths_and_messages_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "[a]" / "[" / "b]"
+    assert main(["down", "--run-dir", str(folder)]) == 0
+    assert capsys.readouterr().out == f"No Midstream service is running in {folder}.\n"
+    output = io.StringIO()
+    console = Console(file=output, width=300)
+    console.print(doctor._table([doctor.Finding("model", doctor.Verdict.FAULT, str(folder))]))
+    address = "[fe80::1]:8000"
+    process = ProcessState("router-0", "router", {"http": address}, "", detail="unknown [/INST]")
+    console.print(_table([ProcessStatus(process, "unknown [/INST]", None)]))
+    with RunDisplay(console) as display:
+        display.show(RunState("model", ProcessPhase.STARTING, 1, 0.0, (process,)))
+    assert str(folder) in output.getvalue()
+    assert address in output.getvalue()
+    assert output.getvalue().count("unknown [/INST]") == 2
+
+
+def test_no_certificate_replaces_the_authority(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certificates", "ca", "--output", str(tmp_path)]) == 1
+    assert "ca is the authority" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 async def test_the_health_of_a_service_on_an_ipv6_address_is_found() -> None:
