@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
 import itertools
 import random
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 import grpc
@@ -54,7 +57,7 @@ class AsyncClient:
         server_name: str = "",
         token: str = "",
     ) -> None:
-        """Create a client without connections.
+        """Create a client without connections. It belongs to the event loop in which it is first used.
 
         Args:
             addresses: Routers as `host:port` or `dns:///host:port`, used in turn. If a request's router is lost,
@@ -71,15 +74,17 @@ class AsyncClient:
         for address in addresses:
             check_target(address)
         self._unavailable_timeout_s = unavailable_timeout_s
-        self._channels = [
-            open_channel(address, max_message_bytes=max_message_bytes, tls=tls, server_name=server_name, token=token)
-            for address in addresses
-        ]
-        stubs: list[Stub] = [service_pb2_grpc.MidstreamStub(channel) for channel in self._channels]  # type: ignore[misc]
-        random.shuffle(stubs)
-        self._stubs = itertools.cycle(stubs)
-        self._num_routers = len(stubs)
+        self._open_channel = functools.partial(
+            open_channel, max_message_bytes=max_message_bytes, tls=tls, server_name=server_name, token=token
+        )
+        self._addresses = addresses
+        self._num_routers = len(addresses)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._channels: list[grpc.aio.Channel] = []
+        self._stubs: Iterator[Stub] = iter(())
         self._is_closed = False
+        with contextlib.suppress(RuntimeError):  # without a running loop, the first call does this
+            self._bind(asyncio.get_running_loop())
 
     async def __aenter__(self) -> Self:
         return self
@@ -162,7 +167,7 @@ class AsyncClient:
         )
         if prompt_embeddings is None:
             set_input(request, prompt, token_ids, messages, tools)
-        elif any(item is not None for item in (prompt, token_ids, messages)):
+        elif any(item is not None for item in (prompt, token_ids, messages, tools)):
             raise InvalidArgumentError("is the prompt; leave the other inputs unset", field="prompt_embeddings")
         else:
             request.prompt_embeddings.CopyFrom(tensor_of(prompt_embeddings, "prompt_embeddings"))
@@ -200,7 +205,12 @@ class AsyncClient:
         )
 
     def resume(self, request_id: str, from_token: int = 0, *, timeout_s: float | None = None) -> AsyncStream:
-        """Return the rest of a running or recently finished request, starting at a token offset."""
+        """Return the rest of a running or recently finished request, starting at a token offset.
+
+        Raises:
+            InvalidArgumentError: The offset is not one.
+        """
+        set_fields(service_pb2.ResumeRequest(), from_token=from_token)
         return AsyncStream(
             request_id,
             None,
@@ -344,9 +354,21 @@ class AsyncClient:
         response = await self._ask(lambda stub: stub.ListLoras(request, timeout=_CALL_TIMEOUT_S))
         return [LoraInfo.from_proto(lora) for lora in response.loras]
 
+    def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Create the channels, which belong to the running loop."""
+        self._channels = [self._open_channel(address) for address in self._addresses]
+        stubs: list[Stub] = [service_pb2_grpc.MidstreamStub(channel) for channel in self._channels]  # type: ignore[misc]
+        random.shuffle(stubs)
+        self._stubs, self._loop = itertools.cycle(stubs), loop
+
     def _next_stub(self) -> Stub:
         if self._is_closed:
             raise InvalidArgumentError("is closed; create another one", field="client")
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._bind(loop)
+        elif self._loop is not loop:
+            raise InvalidArgumentError("belongs to another event loop; create one for each loop", field="client")
         return next(self._stubs)
 
     async def _ask(self, call: Callable[[Stub], Awaitable[_T]]) -> _T:
@@ -367,10 +389,11 @@ def _embed_request(
     if lora:
         request.lora.name = lora
     if pooling is not None:
-        with naming("pooling"):
-            request.pooling = service_pb2.Pooling.Value(f"POOLING_{pooling.upper()}")
-    for item in [inputs] if isinstance(inputs, str) else inputs:
-        with naming("inputs"):
+        if pooling not in ("last", "mean"):
+            raise InvalidArgumentError("must be last or mean", field="pooling")
+        request.pooling = service_pb2.Pooling.Value(f"POOLING_{pooling.upper()}")
+    with naming("inputs"):
+        for item in [inputs] if isinstance(inputs, str) else inputs:
             if isinstance(item, str):
                 request.inputs.add(prompt=item)
             else:

@@ -22,7 +22,14 @@ import grpc.aio
 from midstream.chunk import Chunk, FinishReason, SequenceEnds
 from midstream.client.result import Result
 from midstream.client.retries import BROKEN, Retries
-from midstream.errors import AbortedError, DeadlineError, ExecutionError, MidstreamError, UnavailableError
+from midstream.errors import (
+    AbortedError,
+    DeadlineError,
+    ExecutionError,
+    InvalidArgumentError,
+    MidstreamError,
+    UnavailableError,
+)
 from midstream.extras import TensorCursor
 from midstream.rpc.errors import error_from_rpc
 from protos import generation_pb2 as pb
@@ -62,7 +69,6 @@ class AsyncStream:
         self.num_resumes = 0
         self._request = request
         self._next_stub = next_stub
-        self._retries = Retries(timeout_s, unavailable_timeout_s)
         self._from_token = from_token
         self._offsets: dict[int, int] = {}
         self._ends = SequenceEnds()
@@ -70,11 +76,12 @@ class AsyncStream:
         self._call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._final: Chunk | None = None
-        self._is_cancelled = False
+        self._is_cancelled = self._is_read = False
         self._has_other_routers = has_other_routers
         self._last_read = 0.0
         self._watching: asyncio.Task[None] | None = None
         self._is_silent = False
+        self._retries = Retries(timeout_s, unavailable_timeout_s)
 
     def __aiter__(self) -> Self:
         return self
@@ -90,9 +97,19 @@ class AsyncStream:
 
         Raises:
             StopAsyncIteration: After the final chunk of a request that finished or was aborted.
+            InvalidArgumentError: Another task is reading the stream.
             AbortedError: The stream was left, or its client was closed, before the end.
             MidstreamError: The request was rejected, failed, or exceeded its deadline.
         """
+        if self._is_read:
+            raise InvalidArgumentError("is being read by another task or thread", field="stream")
+        self._is_read = True
+        try:
+            return await self._next()
+        finally:
+            self._is_read = False
+
+    async def _next(self) -> Chunk:
         while True:
             if self._is_cancelled:
                 raise AbortedError("the stream was left before its end")
@@ -140,7 +157,7 @@ class AsyncStream:
         return response
 
     async def result(self) -> Result:
-        """Wait for the end of the request and return its complete output.
+        """Wait for the end of the request and return its output, except chunks that were already read.
 
         Raises:
             MidstreamError: The request was rejected, failed, or exceeded its deadline.

@@ -33,7 +33,7 @@ class Stream:
             self.cancel()
 
     def result(self) -> Result:
-        """Wait for the end of the request and return its complete output."""
+        """Wait for the end of the request and return its output, except chunks that were already read."""
         return self._loop.run(self._stream.result())
 
     def text(self) -> str:

@@ -280,6 +280,50 @@ async def test_leaving_a_view_of_the_status_ends_the_call() -> None:
         await asyncio.wait_for(router.left.wait(), 60)
 
 
+async def test_a_second_reader_of_a_stream_is_rejected() -> None:
+    async with serving(kind=Silent) as (_, address), AsyncClient(address) as client:
+        stream = client.generate("w")
+        await anext(stream)
+        reading = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        with pytest.raises(InvalidArgumentError, match="stream: is being read"):
+            await anext(stream)
+        reading.cancel()
+
+
+def test_a_client_may_be_created_outside_its_loop_but_belongs_to_one() -> None:
+    client = AsyncClient("127.0.0.1:1")
+
+    async def use() -> None:
+        await client.model_info()
+
+    with pytest.raises(UnavailableError):
+        asyncio.run(use())
+    with pytest.raises(InvalidArgumentError, match="another event loop"):
+        asyncio.run(use())
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e12])
+async def test_a_deadline_beyond_what_grpc_represents_is_none(timeout_s: float) -> None:
+    async with serving() as (_, address), AsyncClient(address) as client:
+        assert await client.generate("w", timeout_s=timeout_s).text() == LETTERS
+
+
+async def test_empty_fields_of_a_turn_are_omitted() -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    turn = {"role": "assistant", "content": None, "tool_calls": calls}
+    async with serving() as (router, address), AsyncClient(address) as client:
+        await client.generate(messages=[turn]).result()
+    assert router.requests[0].chat.messages[0].content == ""
+    assert "arguments" in router.requests[0].chat.messages[0].tool_calls_json
+
+
+async def test_an_offset_is_not_negative() -> None:
+    async with AsyncClient() as client:
+        with pytest.raises(InvalidArgumentError, match="from_token"):
+            client.resume("r", -1)
+
+
 async def test_a_closed_client_says_so() -> None:
     async with serving(kind=Silent) as (_, address):
         client = AsyncClient(address)
@@ -379,6 +423,10 @@ async def test_every_feature_has_an_argument() -> None:
         ({"prompt": "a", "token_ids": [1]}, "prompt"),
         ({"token_ids": [-1]}, "token_ids"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"prompt": "a", "tools": [{"type": "function"}]}, "tools"),
+        ({"prompt": "a", "timeout_s": math.nan}, "timeout_s"),
+        ({"prompt": "a", "timeout_s": "5"}, "timeout_s"),
         ({"prompt": "a", "sampling": SamplingParams(max_tokens=-1)}, "max_tokens"),
         ({"prompt": "a", "sampling": SamplingParams(seed=2**64)}, "seed"),
         ({"prompt": "a", "sampling": SamplingParams(top_k=1.5)}, "top_k"),  # type: ignore[arg-type]
