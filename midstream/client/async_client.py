@@ -25,7 +25,7 @@ from midstream.client.stream import AsyncStream
 from midstream.errors import InvalidArgumentError
 from midstream.rpc.errors import error_from_rpc
 from midstream.rpc.serving import DEFAULT_MAX_MESSAGE_BYTES, open_channel
-from midstream.rpc.target import check_target
+from midstream.rpc.target import check_target, is_local
 from midstream.security.tls import Tls
 from protos import generation_pb2 as pb
 from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
@@ -61,7 +61,8 @@ class AsyncClient:
 
         Args:
             addresses: Routers as `host:port` or `dns:///host:port`, used in turn. If a request's router is lost,
-                another router continues the request.
+                another router continues the request. Other machines are reached through the HTTP proxy that the
+                environment names, if any (`https_proxy`, `no_proxy`).
             unavailable_timeout_s: How long a stream or `embed` waits for a router, unless its deadline is earlier.
             max_message_bytes: Maximum size of a message in either direction, in bytes.
             tls: `Tls(ca=FILE)`, with `cert` and `key` if routers require a client certificate; None for plain text.
@@ -356,7 +357,7 @@ class AsyncClient:
 
     def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Create the channels, which belong to the running loop."""
-        self._channels = [self._open_channel(address) for address in self._addresses]
+        self._channels = [self._open_channel(address, uses_proxy=not is_local(address)) for address in self._addresses]
         stubs: list[Stub] = [service_pb2_grpc.MidstreamStub(channel) for channel in self._channels]  # type: ignore[misc]
         random.shuffle(stubs)
         self._stubs, self._loop = itertools.cycle(stubs), loop

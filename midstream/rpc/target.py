@@ -7,6 +7,7 @@ from urllib.parse import unquote
 
 from midstream.config.service import MAX_PORT
 from midstream.errors import InvalidArgumentError
+from midstream.security.host_header import is_loopback
 
 _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:")
 _CONNECTION = re.compile(
@@ -33,6 +34,14 @@ def check_target(target: str) -> str:
     if not 0 < int(port) <= MAX_PORT:
         raise InvalidArgumentError(f"{port} of {target!r} is not a port (1..{MAX_PORT})", field="address")
     return target
+
+
+def is_local(target: str) -> bool:
+    """Return whether a target that `check_target` accepts is on this machine."""
+    if target.startswith(("unix:", "unix-abstract:")):
+        return True
+    name = target.removeprefix(next((scheme for scheme in _SCHEMES if target.startswith(scheme)), ""))
+    return is_loopback(name.rpartition(":")[0].strip("/").strip("[]"))
 
 
 def plain_problem(details: str) -> str:

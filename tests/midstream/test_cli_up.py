@@ -22,7 +22,7 @@ from midstream.cli.topology import Topology, check_ports, plan_processes
 from midstream.cli.up import how_to_talk
 from midstream.client import SamplingParams
 from midstream.errors import ConfigError, InvalidArgumentError
-from midstream.rpc.target import check_target, plain_problem
+from midstream.rpc.target import check_target, is_local, plain_problem
 
 KEY = "a-key-of-enough-characters"
 
@@ -229,6 +229,24 @@ def test_an_invalid_address_is_rejected_with_a_clear_message(target: str, words:
 )
 def test_addresses_in_grpc_syntax_are_accepted(target: str) -> None:
     assert check_target(target) == target
+
+
+@pytest.mark.parametrize(
+    ("target", "is_here"),
+    [
+        ("127.0.0.1:1", True),
+        ("localhost:1", True),
+        ("[::1]:1", True),
+        ("ipv4:127.0.0.1:1", True),
+        ("dns:///localhost:1", True),
+        ("unix:/run/socket", True),
+        ("10.0.0.1:1", False),
+        ("dns:///router.midstream:1", False),
+        ("[fe80::1]:1", False),
+    ],
+)
+def test_targets_on_this_machine_are_recognized(target: str, is_here: bool) -> None:
+    assert is_local(target) is is_here
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from midstream.errors import (
     UnavailableError,
 )
 from midstream.rpc.health import Progress
-from midstream.rpc.serving import Server
+from midstream.rpc.serving import Server, open_channel
 from protos import generation_pb2 as pb
 from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
 
@@ -322,6 +322,14 @@ async def test_an_offset_is_not_negative() -> None:
     async with AsyncClient() as client:
         with pytest.raises(InvalidArgumentError, match="from_token"):
             client.resume("r", -1)
+
+
+async def test_no_proxy_is_used_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    async with serving() as (_, address), AsyncClient(address) as client, open_channel(address) as channel:
+        assert await client.generate("w").text() == LETTERS
+        await asyncio.wait_for(channel.channel_ready(), 60)
 
 
 async def test_a_closed_client_says_so() -> None:
