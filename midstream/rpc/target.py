@@ -53,6 +53,8 @@ def plain_problem(details: str) -> str:
             return f"nothing listens on {address}; is the service running, and is this its gRPC port?"
         if "HTTP/2" in problem or "http1" in problem:
             return f"the server at {address} does not speak gRPC; is it an HTTP port, or does it need TLS?"
+        if "WRONG_VERSION_NUMBER" in problem:
+            return f"the server at {address} does not use TLS; connect without it"
         return f"cannot connect to {address}: {problem}"
     found = _RESOLVING.search(details)
     if found is not None:

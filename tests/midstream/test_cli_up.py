@@ -202,6 +202,11 @@ def test_a_key_that_does_not_fit_a_header_is_rejected(key: str, tmp_path: Path) 
         use_api_keys(run_dir_at(tmp_path), [key], {})
 
 
+def test_a_certificate_without_tls_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--address", "127.0.0.1:1", "--tls-ca", "ca.pem", "hi"]) == 1
+    assert "--tls-ca: is given, but TLS is off; add --tls" in capsys.readouterr().err
+
+
 def test_keys_do_not_override_the_token_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="MIDSTREAM_AUTH_TOKENS"):
         use_api_keys(run_dir_at(tmp_path), [KEY], {"MIDSTREAM_AUTH_TOKENS": "/elsewhere"})
@@ -267,6 +272,11 @@ def test_targets_on_this_machine_are_recognized(target: str, is_here: bool) -> N
         (
             "errors resolving no-such-host:50051: [field:hostname lookup error:address lookup failed]",
             "the host name no-such-host cannot be resolved",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:8000: Tls handshake failed "
+            "(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:100000f7:SSL routines:OPENSSL_internal:WRONG_VERSION_NUMBER",
+            "the server at 127.0.0.1:8000 does not use TLS",
         ),
         ("the router drains", "the router drains"),
     ],
