@@ -18,6 +18,7 @@ import uuid
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from datetime import timedelta
 from enum import StrEnum
 from typing import Any, Self, overload
@@ -144,7 +145,9 @@ class GenerationExecutor:
         message = self._to_proto(request)
         if self._closed:
             raise InvalidArgumentError("the executor is shut down", field="executor")
+        # The result keeps a copy, since the same request may be submitted again.
         request.set_id(next(self._ids))
+        request = replace(request)
         message.request_id = self._wire_id(request.id)
         result = GenerationResult(request, self._forget, self._ask_state)
         with self._lock:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from midstream.errors import AbortedError, InvalidArgumentError
-from midstream.executor import GenerationExecutor
+from midstream.executor import GenerationExecutor, GenerationRequest
 from protos import generation_pb2 as pb
 from protos import loads_pb2
 from tests.midstream.test_client import Router, Silent, serving
@@ -44,6 +44,23 @@ async def test_an_abort_that_overtakes_its_request_is_repeated() -> None:
 
     async with serving(kind=Overtaken) as (_, address):
         assert await asyncio.to_thread(use, address) == "abort"
+
+
+async def test_a_request_may_be_submitted_again() -> None:
+    async with serving() as (_, address):
+        executor = await asyncio.to_thread(GenerationExecutor, [address])
+        request = GenerationRequest([1])
+        first, second = executor.submit(request), executor.submit(request)
+        assert (first.request.id, second.request.id, request.id) == (1, 2, 2)
+        responses = []
+        while len(responses) < 2 * len("midstream"):
+            responses += await asyncio.to_thread(executor.await_responses, None, 60)
+        for result in (first, second):
+            own = [item.result for item in responses if item.request_id == result.request.id]
+            assert "".join(item.text for item in own if item is not None) == "midstream"
+        assert executor.get_latest_request_stats([]) == []
+        assert not executor._running
+        await asyncio.to_thread(executor.shutdown)
 
 
 async def test_a_shutdown_ends_results_with_an_error_and_wakes_readers() -> None:
