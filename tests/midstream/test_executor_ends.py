@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from midstream.errors import AbortedError, InvalidArgumentError
-from midstream.executor import GenerationExecutor, GenerationRequest
+from midstream.executor import GenerationExecutor, GenerationRequest, Response
 from protos import generation_pb2 as pb
 from protos import loads_pb2
 from tests.midstream.test_client import Router, Silent, serving
@@ -52,7 +52,7 @@ async def test_a_request_may_be_submitted_again() -> None:
         request = GenerationRequest([1])
         first, second = executor.submit(request), executor.submit(request)
         assert (first.request.id, second.request.id, request.id) == (1, 2, 2)
-        responses = []
+        responses: list[Response] = []
         while len(responses) < 2 * len("midstream"):
             responses += await asyncio.to_thread(executor.await_responses, None, 60)
         for result in (first, second):
