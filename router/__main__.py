@@ -9,6 +9,7 @@ import socket
 import sys
 
 from midstream.config import RouterConfig
+from midstream.errors import ConfigError
 from midstream.model.folder import open_model_folder
 from midstream.rpc.connection_guard import ConnectionGuard
 from midstream.rpc.health import Progress
@@ -53,6 +54,23 @@ from router.protocols.responses.app import ResponsesApi
 from router.status import StatusFeed
 
 _SWITCH_INTERVAL_S = 0.0005
+_LEAST = {
+    "max_beam_width": 1,
+    "max_concurrent_streams": 1,
+    "max_streams_per_client": 1,
+    "max_batch_lines": 1,
+    "num_tokenizer_threads": 1,
+    "unavailable_timeout_s": 0,
+}
+
+
+def check(config: RouterConfig) -> None:
+    """Raise ConfigError if settings allow no request to run."""
+    for name, least in _LEAST.items():
+        if not getattr(config, name) >= least:  # also if it is NaN
+            raise ConfigError(f"is {getattr(config, name)}; must be at least {least}", field=name)
+    if not 0 <= config.trace_ratio <= 1:
+        raise ConfigError(f"is {config.trace_ratio}; must be in 0..1", field="trace_ratio")
 
 
 async def serve(config: RouterConfig) -> None:
@@ -63,6 +81,7 @@ async def serve(config: RouterConfig) -> None:
         ExecutionError: A main loop of the router has ended.
         OSError: A port is in use.
     """
+    check(config)
     tls, authenticator = Tls.from_config(config), Authenticator.from_config(config)
     folder = open_model_folder(config.model)
     folder = dataclasses.replace(folder, name=config.served_model_name or folder.name)

@@ -9,10 +9,12 @@ import argparse
 import difflib
 import errno
 import importlib
+import io
+import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import midstream
 from midstream.errors import MidstreamError
@@ -57,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in PROGRAMS:
-        return _run_program(PROGRAMS[words[0]][0], words[1:])
+        _run_program(PROGRAMS[words[0]][0], words[1:])
+    _accept_all_characters()
     try:
         parsed, unknown = _parser(words).parse_known_args(words or ["--help"])
         if unknown:
@@ -83,11 +86,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _run_program(module_name: str, words: Sequence[str]) -> int:
-    try:
-        return subprocess.run(python_command(module_name, *words), env=python_environment(), check=False).returncode
-    except KeyboardInterrupt:
-        return 130
+def _run_program(module_name: str, words: Sequence[str]) -> NoReturn:
+    """Replace this process, so that the program gets the signals that are sent to it, and can drain."""
+    command = python_command(module_name, *words)
+    os.execve(command[0], command, python_environment())  # noqa: S606 (needs no shell)
+
+
+def _accept_all_characters() -> None:
+    """Replace characters that the terminal's encoding lacks, instead of failing in the middle of a model's text."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _unrecognized(words: list[str], command: argparse.ArgumentParser) -> str:

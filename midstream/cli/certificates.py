@@ -36,6 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name in arguments.names:
         if not re.fullmatch(r"[\w.-]{1,64}", name):
             raise ConfigError("must be 1 to 64 letters, digits, or . _ -", field="NAME")
+        if name == "ca":
+            raise ConfigError("ca is the authority, which is created automatically; choose another name", field="NAME")
     if shutil.which("openssl") is None:
         raise ConfigError("the openssl program is required; install it", field="certificates")
     folder: Path = arguments.output

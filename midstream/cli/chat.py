@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command until the user exits."""
     console = Console(highlight=False)
-    console.print(asyncio.run(_greeting(arguments)), style="bold")
+    console.print(asyncio.run(_greeting(arguments)), style="bold", markup=False)
     console.print(_HELP, style="dim", soft_wrap=True)
     conversation = Conversation(arguments, console)
     while True:
@@ -62,7 +62,7 @@ class Conversation:
         except KeyboardInterrupt:  # leaving the call has aborted the request; keep the partial answer
             self._console.print(" (cut)", style="dim")
         except MidstreamError as error:
-            self._console.print(str(error), style="red")
+            self._console.print(str(error), style="red", markup=False)
             return
         self._turns = [*turns, {"role": "assistant", "content": "".join(pieces)}]
         self._console.print(str(pace), style="dim")

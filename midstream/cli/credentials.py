@@ -49,6 +49,9 @@ def credentials_of(arguments: argparse.Namespace) -> Credentials:
     is_on = arguments.tls
     if is_on is None:
         is_on = os.environ.get("MIDSTREAM_TLS", "").lower() in TRUE_WORDS
+        for name in ("tls_cert", "tls_key", "tls_ca"):
+            if getattr(arguments, name) and not is_on:  # a token would be sent in plain text
+                raise ConfigError("is given, but TLS is off; add --tls", field=f"--{name.replace('_', '-')}")
     tls = Tls(arguments.tls_cert, arguments.tls_key, arguments.tls_ca) if is_on else None
     token_file = arguments.token_file
     if not token_file and not getattr(arguments, "address", None) and "run_dir" in arguments:

@@ -71,7 +71,7 @@ class RunDisplay(LiveDisplay):
             if self._seen.get(process.name) != seen:
                 self._seen[process.name] = seen
                 line = self._stamped(f"{process.name:<14} {process.phase}  {process.detail}")
-                self._console.print(line.rstrip(), soft_wrap=True)
+                self._console.print(line.rstrip(), markup=False, soft_wrap=True)
 
     def _render(self) -> Table | Text:
         if self._state is None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from midstream.cli.machine import ask_machine
 from midstream.cli.run_dir import RunDir
@@ -243,5 +244,5 @@ def _table(findings: list[Finding]) -> Table:
     for finding in findings:
         style = styles[finding.verdict]
         text = finding.text + (f"\n→ {finding.cure}" if finding.cure else "")
-        table.add_row(f"[{style}]{finding.verdict}[/{style}]", finding.name, text)
+        table.add_row(Text(finding.verdict, style=style), finding.name, Text(text))
     return table

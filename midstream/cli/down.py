@@ -33,7 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(
             f"Killed {count} processes without a supervisor."
             if count
-            else f"No Midstream service is running in {run_dir.path}."
+            else f"No Midstream service is running in {run_dir.path}.",
+            markup=False,
+            soft_wrap=True,
         )
         return 0
     with console.status("Stopping"):

@@ -15,7 +15,7 @@ async def probe_health(address: str) -> str | None:
     """Return why the process at `address` is unhealthy; None if it is healthy.
 
     Args:
-        address: HOST:PORT.
+        address: HOST:PORT; an IPv6 address is in brackets.
     """
     answer = await _get(address, "/health")
     if isinstance(answer, str):
@@ -48,7 +48,7 @@ async def _get(address: str, path: str) -> bytes | str:
 
 
 async def _ask(host: str, port: int, path: str, context: ssl.SSLContext | None) -> bytes:
-    reader, writer = await asyncio.open_connection(host, port, ssl=context)
+    reader, writer = await asyncio.open_connection(host.strip("[]"), port, ssl=context)
     try:
         writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\n\r\n".encode())
         answer = await reader.read(64 << 10)

@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _run(arguments: argparse.Namespace) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     async with open_client(arguments) as client:
         if arguments.action == "load":
             info = await client.load_lora(arguments.name, arguments.path)

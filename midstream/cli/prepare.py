@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from midstream.errors import ConfigError
 from midstream.model.folder import EMBEDDED_MODEL, ModelFolder, open_model_folder, prepare_model_folder
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False)
     if arguments.weights:
         return _quantize(arguments, console)
-    with console.status(f"Preparing {arguments.source}"):
+    with console.status(f"Preparing {escape(arguments.source)}"):
         if arguments.output:
             folder = prepare_model_folder(arguments.source, arguments.output)
         else:
@@ -82,7 +83,7 @@ def _quantize(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _describe(folder: ModelFolder, console: Console) -> None:
-    console.print(f"[bold]{folder.name}[/bold] is in {folder.path}")
+    console.print(f"[bold]{escape(folder.name)}[/bold] is in {escape(str(folder.path))}", soft_wrap=True)
     console.print(
         f"{folder.architecture}, {folder.num_layers} layers of width {folder.hidden_size}, "
         f"{folder.vocab_size:,} tokens, {folder.max_sequence_length:,} positions, {folder.weights_format}"

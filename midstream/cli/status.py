@@ -12,6 +12,7 @@ from typing import cast
 import grpc
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from midstream.cli.credentials import Credentials, add_credentials, credentials_of
 from midstream.cli.health import probe_health
@@ -67,7 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(_table(statuses))
         if not is_supervised:
             console.print(UNSUPERVISED.format(flag=run_dir_flag(run_dir.path)), style="red", markup=False)
-        console.print(f"{state.model}, {state.phase}; logs in {run_dir.logs}", style="dim", soft_wrap=True)
+        console.print(
+            f"{state.model}, {state.phase}; logs in {run_dir.logs}", style="dim", markup=False, soft_wrap=True
+        )
     return 0
 
 
@@ -113,12 +116,14 @@ def _table(statuses: list[ProcessStatus]) -> Table:
         table.add_row(
             process.name,
             str(process.pid or "-"),
-            f"[{style}]{status.health}[/{style}]",
+            Text(status.health, style=style),
             f"{time.time() - process.started_unix_s:.0f} s" if process.pid else "-",
             str(process.num_restarts),
-            "\n".join(
-                [f"{protocol} {address}" for protocol, address in process.addresses.items()]
-                + ([f"epoch {status.epoch}"] if status.epoch else [])
+            Text(
+                "\n".join(
+                    [f"{protocol} {address}" for protocol, address in process.addresses.items()]
+                    + ([f"epoch {status.epoch}"] if status.epoch else [])
+                )
             ),
         )
     return table

@@ -148,7 +148,7 @@ def prepare_model(model: str, console: Console) -> str:
     """
     if is_hub_name(model):
         model = str(download(model))
-    with console.status(f"Opening the model {model}"):
+    with console.status(f"Opening the model {escape(model)}"):
         open_model_folder(model)
     return model
 
@@ -160,9 +160,9 @@ def how_to_talk(state: RunState, run_dir: Path) -> str:
         list(dict.fromkeys(router.addresses.get(f"shared {name}", router.addresses[name]) for router in routers))
         for name in ("grpc", "http")
     )
-    flag, pages = escape(run_dir_flag(run_dir)), [f"http://{address}" for address in http]
+    flag, pages = escape(run_dir_flag(run_dir)), [escape(f"http://{address}") for address in http]
     return (
-        f"[bold]Midstream serves {escape(state.model)}[/bold]: gRPC {', '.join(grpc)}, HTTP {', '.join(pages)}\n"
+        f"[bold]Midstream serves {escape(state.model)}[/bold]: gRPC {escape(', '.join(grpc))}, HTTP {', '.join(pages)}\n"
         f'  midstream generate{flag} "What is the capital of France?"\n'
         f"  midstream chat{flag}   (or {pages[0]}/)\n"
         f"  midstream top{flag}   (or {pages[0]}/dashboard)"

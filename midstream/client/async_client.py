@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
 import itertools
 import random
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 import grpc
@@ -22,7 +25,7 @@ from midstream.client.stream import AsyncStream
 from midstream.errors import InvalidArgumentError
 from midstream.rpc.errors import error_from_rpc
 from midstream.rpc.serving import DEFAULT_MAX_MESSAGE_BYTES, open_channel
-from midstream.rpc.target import check_target
+from midstream.rpc.target import check_target, is_local
 from midstream.security.tls import Tls
 from protos import generation_pb2 as pb
 from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
@@ -54,11 +57,12 @@ class AsyncClient:
         server_name: str = "",
         token: str = "",
     ) -> None:
-        """Create a client without connections.
+        """Create a client without connections. It belongs to the event loop in which it is first used.
 
         Args:
             addresses: Routers as `host:port` or `dns:///host:port`, used in turn. If a request's router is lost,
-                another router continues the request.
+                another router continues the request. Other machines are reached through the HTTP proxy that the
+                environment names, if any (`https_proxy`, `no_proxy`).
             unavailable_timeout_s: How long a stream or `embed` waits for a router, unless its deadline is earlier.
             max_message_bytes: Maximum size of a message in either direction, in bytes.
             tls: `Tls(ca=FILE)`, with `cert` and `key` if routers require a client certificate; None for plain text.
@@ -71,14 +75,17 @@ class AsyncClient:
         for address in addresses:
             check_target(address)
         self._unavailable_timeout_s = unavailable_timeout_s
-        self._channels = [
-            open_channel(address, max_message_bytes=max_message_bytes, tls=tls, server_name=server_name, token=token)
-            for address in addresses
-        ]
-        stubs: list[Stub] = [service_pb2_grpc.MidstreamStub(channel) for channel in self._channels]  # type: ignore[misc]
-        random.shuffle(stubs)
-        self._stubs = itertools.cycle(stubs)
-        self._num_routers = len(stubs)
+        self._open_channel = functools.partial(
+            open_channel, max_message_bytes=max_message_bytes, tls=tls, server_name=server_name, token=token
+        )
+        self._addresses = addresses
+        self._num_routers = len(addresses)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._channels: list[grpc.aio.Channel] = []
+        self._stubs: Iterator[Stub] = iter(())
+        self._is_closed = False
+        with contextlib.suppress(RuntimeError):  # without a running loop, the first call does this
+            self._bind(asyncio.get_running_loop())
 
     async def __aenter__(self) -> Self:
         return self
@@ -87,7 +94,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections; streams in progress end."""
+        """Close all connections; streams in progress raise AbortedError."""
+        self._is_closed = True
         for channel in self._channels:
             await channel.close()
 
@@ -160,7 +168,7 @@ class AsyncClient:
         )
         if prompt_embeddings is None:
             set_input(request, prompt, token_ids, messages, tools)
-        elif any(item is not None for item in (prompt, token_ids, messages)):
+        elif any(item is not None for item in (prompt, token_ids, messages, tools)):
             raise InvalidArgumentError("is the prompt; leave the other inputs unset", field="prompt_embeddings")
         else:
             request.prompt_embeddings.CopyFrom(tensor_of(prompt_embeddings, "prompt_embeddings"))
@@ -198,7 +206,12 @@ class AsyncClient:
         )
 
     def resume(self, request_id: str, from_token: int = 0, *, timeout_s: float | None = None) -> AsyncStream:
-        """Return the rest of a running or recently finished request, starting at a token offset."""
+        """Return the rest of a running or recently finished request, starting at a token offset.
+
+        Raises:
+            InvalidArgumentError: The offset is not one.
+        """
+        set_fields(service_pb2.ResumeRequest(), from_token=from_token)
         return AsyncStream(
             request_id,
             None,
@@ -287,14 +300,16 @@ class AsyncClient:
         `on_open` is called once no further iteration can be missed.
         """
         request = stats_pb2.GetIterationStatsRequest(stream=follow, min_interval_ms=min_interval_ms)
+        call = self._next_stub().GetIterationStats(request)
         try:
-            call = self._next_stub().GetIterationStats(request)
             await call.initial_metadata()
             on_open()
             async for stats in call:
                 yield MessageToDict(stats, always_print_fields_with_no_presence=True)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
+        finally:
+            call.cancel()  # if the caller has left
 
     async def request_stats(self, request_ids: Sequence[str]) -> list[stats_pb2.RequestStats]:
         """Return the states of running and recently finished requests; unknown requests are omitted."""
@@ -304,11 +319,14 @@ class AsyncClient:
 
     async def status(self, *, follow: bool = False) -> AsyncIterator[status_pb2.SystemStatus]:
         """Yield the system's status once, or every second with `follow`, first with samples of the last few minutes."""
+        call = self._next_stub().GetStatus(status_pb2.GetStatusRequest(stream=follow))
         try:
-            async for status in self._next_stub().GetStatus(status_pb2.GetStatusRequest(stream=follow)):
+            async for status in call:
                 yield status
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
+        finally:
+            call.cancel()  # if the caller has left
 
     async def load_lora(self, name: str, path: str) -> LoraInfo:
         """Load a LoRA or prompt-tuning adapter from a PEFT folder that every worker can read.
@@ -337,7 +355,21 @@ class AsyncClient:
         response = await self._ask(lambda stub: stub.ListLoras(request, timeout=_CALL_TIMEOUT_S))
         return [LoraInfo.from_proto(lora) for lora in response.loras]
 
+    def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Create the channels, which belong to the running loop."""
+        self._channels = [self._open_channel(address, uses_proxy=not is_local(address)) for address in self._addresses]
+        stubs: list[Stub] = [service_pb2_grpc.MidstreamStub(channel) for channel in self._channels]  # type: ignore[misc]
+        random.shuffle(stubs)
+        self._stubs, self._loop = itertools.cycle(stubs), loop
+
     def _next_stub(self) -> Stub:
+        if self._is_closed:
+            raise InvalidArgumentError("is closed; create another one", field="client")
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._bind(loop)
+        elif self._loop is not loop:
+            raise InvalidArgumentError("belongs to another event loop; create one for each loop", field="client")
         return next(self._stubs)
 
     async def _ask(self, call: Callable[[Stub], Awaitable[_T]]) -> _T:
@@ -358,10 +390,11 @@ def _embed_request(
     if lora:
         request.lora.name = lora
     if pooling is not None:
-        with naming("pooling"):
-            request.pooling = service_pb2.Pooling.Value(f"POOLING_{pooling.upper()}")
-    for item in [inputs] if isinstance(inputs, str) else inputs:
-        with naming("inputs"):
+        if pooling not in ("last", "mean"):
+            raise InvalidArgumentError("must be last or mean", field="pooling")
+        request.pooling = service_pb2.Pooling.Value(f"POOLING_{pooling.upper()}")
+    with naming("inputs"):
+        for item in [inputs] if isinstance(inputs, str) else inputs:
             if isinstance(item, str):
                 request.inputs.add(prompt=item)
             else:

@@ -182,6 +182,8 @@ def set_input(
     """
     if sum(item is not None for item in (prompt, token_ids, messages)) != 1:
         raise InvalidArgumentError("set exactly one of prompt, token_ids and messages", field="prompt")
+    if tools and messages is None:
+        raise InvalidArgumentError("requires messages, since the chat template presents tools", field="tools")
     with naming("prompt" if prompt is not None else "token_ids" if token_ids is not None else "messages"):
         if prompt is not None:
             request.prompt = prompt
@@ -198,6 +200,9 @@ _TURN_TEXTS = {"role", "content", "reasoning_content", "tool_call_id", "name"}
 
 
 def _message(message: Message) -> pb.ChatMessage:
+    if not isinstance(message, Mapping):
+        raise TypeError(f"a chat turn is a mapping with role and content; got {message!r}")
+    message = {key: value for key, value in message.items() if value is not None}  # as OpenAI's turns with tool calls
     texts = {key: value for key, value in message.items() if key != "tool_calls" and isinstance(value, str)}
     unknown = message.keys() - texts.keys() - {"tool_calls"}
     if unknown or not texts.keys() <= _TURN_TEXTS:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import grpc
 
+from midstream.client.request import naming
 from midstream.errors import DeadlineError, MidstreamError
 
 # Statuses of calls whose router dies or drains. CANCELLED comes from the server; after a cancel by the client, the
 # status is never read.
 BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
+_MAX_TIMEOUT_S = 1e9
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.02, 0.5
 
 
@@ -18,8 +21,16 @@ class Retries:
     """Decides whether to retry, until the deadline and, without progress, for at most `unavailable_timeout_s`."""
 
     def __init__(self, timeout_s: float | None, unavailable_timeout_s: float) -> None:
-        """`timeout_s` is measured from the first call."""
-        self._timeout_s = timeout_s
+        """`timeout_s` is measured from the first call.
+
+        Raises:
+            InvalidArgumentError: `timeout_s` is not a number.
+        """
+        with naming("timeout_s"):
+            if timeout_s is not None and math.isnan(timeout_s):
+                raise ValueError("is not a number")
+        # gRPC treats a time that it cannot represent as one that has passed.
+        self._timeout_s = None if timeout_s is None or timeout_s > _MAX_TIMEOUT_S else timeout_s
         self._unavailable_timeout_s = unavailable_timeout_s
         self._deadline: float | None = None
         self._broken_since: float | None = None

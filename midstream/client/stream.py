@@ -10,6 +10,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Self
@@ -20,7 +22,14 @@ import grpc.aio
 from midstream.chunk import Chunk, FinishReason, SequenceEnds
 from midstream.client.result import Result
 from midstream.client.retries import BROKEN, Retries
-from midstream.errors import DeadlineError, ExecutionError, MidstreamError, UnavailableError
+from midstream.errors import (
+    AbortedError,
+    DeadlineError,
+    ExecutionError,
+    InvalidArgumentError,
+    MidstreamError,
+    UnavailableError,
+)
 from midstream.extras import TensorCursor
 from midstream.rpc.errors import error_from_rpc
 from protos import generation_pb2 as pb
@@ -60,29 +69,50 @@ class AsyncStream:
         self.num_resumes = 0
         self._request = request
         self._next_stub = next_stub
-        self._retries = Retries(timeout_s, unavailable_timeout_s)
         self._from_token = from_token
         self._offsets: dict[int, int] = {}
         self._ends = SequenceEnds()
         self._tensors: defaultdict[int, TensorCursor] = defaultdict(TensorCursor)
         self._call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._final: Chunk | None = None
+        self._is_cancelled = self._is_read = False
         self._has_other_routers = has_other_routers
         self._last_read = 0.0
         self._watching: asyncio.Task[None] | None = None
         self._is_silent = False
+        self._retries = Retries(timeout_s, unavailable_timeout_s)
 
     def __aiter__(self) -> Self:
         return self
+
+    def __del__(self) -> None:
+        # A stream that is dropped is left. The garbage collector may run in any thread, but calls belong to the loop's.
+        if self._loop is not None and self._call is not None and self._final is None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._call.cancel)
 
     async def __anext__(self) -> Chunk:
         """Return the next chunk.
 
         Raises:
             StopAsyncIteration: After the final chunk of a request that finished or was aborted.
+            InvalidArgumentError: Another task is reading the stream.
+            AbortedError: The stream was left, or its client was closed, before the end.
             MidstreamError: The request was rejected, failed, or exceeded its deadline.
         """
+        if self._is_read:
+            raise InvalidArgumentError("is being read by another task or thread", field="stream")
+        self._is_read = True
+        try:
+            return await self._next()
+        finally:
+            self._is_read = False
+
+    async def _next(self) -> Chunk:
         while True:
+            if self._is_cancelled:
+                raise AbortedError("the stream was left before its end")
             if self._call is None:
                 self._call = await self._open()
             response = await self._read(self._call)
@@ -115,16 +145,19 @@ class AsyncStream:
             return None
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if not self._is_silent or (task is not None and task.cancelling()):
+            if task is not None and task.cancelling():
                 self.cancel()
                 raise
+            if not self._is_silent:  # `cancel` was called, or the client was closed
+                self.cancel()
+                return None
             await self._leave(grpc.StatusCode.UNAVAILABLE, UnavailableError("the router does not answer"))
             return None
         self._last_read = asyncio.get_running_loop().time()
         return response
 
     async def result(self) -> Result:
-        """Wait for the end of the request and return its complete output.
+        """Wait for the end of the request and return its output, except chunks that were already read.
 
         Raises:
             MidstreamError: The request was rejected, failed, or exceeded its deadline.
@@ -140,6 +173,7 @@ class AsyncStream:
 
     def cancel(self) -> None:
         """Leave the stream; the request is aborted unless it is detached."""
+        self._is_cancelled = self._final is None
         self._stop_watching()
         if self._call is not None:
             self._call.cancel()
@@ -158,26 +192,21 @@ class AsyncStream:
                 from_token_by_sequence=[self._offsets.get(index, self._from_token) for index in range(size)],
             )
             call = stub.Resume(resume, timeout=timeout)  # type: ignore[assignment]  # only the request's type differs
-        self._is_silent, self._last_read = False, loop.time()
+        self._loop, self._is_silent, self._last_read = loop, False, loop.time()
         if self._has_other_routers:
             self._stop_watching()
-            self._watching = asyncio.create_task(self._watch(stub, call))
+            self._watching = asyncio.create_task(_watch(weakref.ref(self), stub, call))
         return call
 
-    async def _watch(self, stub: Stub, call: grpc.aio.Call) -> None:
-        """Cancel the call if its router stops responding, since the router may hang while the connection stays open."""
-        loop = asyncio.get_running_loop()
-        while not call.done():
-            await asyncio.sleep(max(self._last_read + _SILENCE_S - loop.time(), 0.1))
-            if loop.time() - self._last_read < _SILENCE_S:
-                continue
-            try:
-                await stub.GetModelInfo(loads_pb2.GetModelInfoRequest(), timeout=_ANSWER_S)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and loop.time() - self._last_read >= _SILENCE_S:
-                    self._is_silent = True
-                    call.cancel()
-                    return
+    def silence_s(self) -> float:
+        """Return the time since the last message; called by the watch."""
+        return asyncio.get_running_loop().time() - self._last_read
+
+    def leave_silent_router(self) -> None:
+        """Continue at another router; called by the watch."""
+        self._is_silent = True
+        if self._call is not None:
+            self._call.cancel()
 
     def _stop_watching(self) -> None:
         if self._watching is not None:
@@ -200,6 +229,38 @@ class AsyncStream:
         await self._retries.wait(code, error)
         self._call = None
         self.num_resumes += 1
+
+
+async def _watch(watched: weakref.ref[AsyncStream], stub: Stub, call: grpc.aio.Call) -> None:
+    """Cancel the call if its router stops responding, since the router may hang while the connection stays open.
+
+    No reference to the stream is kept while this waits, since dropping the stream must end its call.
+    """
+    delay_s = _SILENCE_S
+    while True:
+        await asyncio.sleep(delay_s)
+        silence_s = _silence_s(watched)
+        if call.done():
+            return
+        delay_s = _SILENCE_S - silence_s
+        if delay_s > 0:
+            continue
+        delay_s = _SILENCE_S  # a router that answers is asked again after as long a silence
+        try:
+            await stub.GetModelInfo(loads_pb2.GetModelInfoRequest(), timeout=_ANSWER_S)
+        except grpc.aio.AioRpcError as error:
+            stream = watched()
+            if stream is None:
+                return
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and stream.silence_s() >= _SILENCE_S:
+                stream.leave_silent_router()
+                return
+            del stream
+
+
+def _silence_s(watched: weakref.ref[AsyncStream]) -> float:
+    stream = watched()
+    return stream.silence_s() if stream is not None else 0.0
 
 
 def _raise_for(chunk: Chunk) -> None:

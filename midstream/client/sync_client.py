@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from midstream.chunk import Chunk
 from midstream.client.async_client import AsyncClient
+from midstream.client.background_loop import BackgroundLoop
 from midstream.client.result import Result
 from midstream.client.stream import AsyncStream
 
@@ -20,22 +19,22 @@ _P = ParamSpec("_P")
 class Stream:
     """The output of a request: iterate over its chunks, or call `result()`; see AsyncStream."""
 
-    def __init__(self, stream: AsyncStream, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+    def __init__(self, stream: AsyncStream, loop: BackgroundLoop) -> None:
         self._stream = stream
-        self._run = run
+        self._loop = loop
         self.request_id = stream.request_id
 
     def __iter__(self) -> Iterator[Chunk]:
         try:
-            while (chunk := self._run(_next(self._stream))) is not None:
+            while (chunk := self._loop.run(_next(self._stream))) is not None:
                 yield chunk
         finally:
-            self._run(_cancel(self._stream))
+            # This does not wait, because the garbage collector may end an abandoned iteration in the loop's own thread.
+            self.cancel()
 
     def result(self) -> Result:
-        """Wait for the end of the request and return its complete output."""
-        result: Result = self._run(self._stream.result())
-        return result
+        """Wait for the end of the request and return its output, except chunks that were already read."""
+        return self._loop.run(self._stream.result())
 
     def text(self) -> str:
         """Wait for the end of the request and return the text of the first sequence."""
@@ -43,7 +42,7 @@ class Stream:
 
     def cancel(self) -> None:
         """Leave the stream; the request is aborted unless it is detached."""
-        self._run(_cancel(self._stream))
+        self._loop.post(self._stream.cancel)
 
 
 def _streaming(
@@ -51,7 +50,7 @@ def _streaming(
 ) -> Callable[Concatenate[Client, _P], Stream]:
     @functools.wraps(method)
     def call(client: Client, /, *args: _P.args, **kwargs: _P.kwargs) -> Stream:
-        return Stream(method(client._client, *args, **kwargs), client._run)
+        return Stream(method(client._client, *args, **kwargs), client._loop)
 
     return call
 
@@ -61,7 +60,7 @@ def _blocking(
 ) -> Callable[Concatenate[Client, _P], _T]:
     @functools.wraps(method)
     def call(client: Client, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return client._run(method(client._client, *args, **kwargs))
+        return client._loop.run(method(client._client, *args, **kwargs))
 
     return call
 
@@ -84,10 +83,12 @@ class Client:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Accept the arguments of AsyncClient."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="midstream-client", daemon=True)
-        self._thread.start()
-        self._client: AsyncClient = self._run(_open(args, kwargs))
+        self._loop = BackgroundLoop("client")
+        try:
+            self._client = self._loop.run(_open(args, kwargs))
+        except BaseException:
+            self._loop.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -96,23 +97,12 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close all connections, and end the background thread."""
-        self._run(self._client.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        """Close all connections, and end the background thread; calls in progress raise AbortedError."""
+        self._loop.close(self._client.close())
 
     def iteration_stats(self) -> list[dict[str, object]]:
         """Return the latest iteration's statistics, one entry per cell."""
-        return self._run(_collect(self._client))
-
-    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return self._loop.run(_collect(self._client))
 
 
 async def _open(args: Any, kwargs: Any) -> AsyncClient:
@@ -123,10 +113,6 @@ async def _open(args: Any, kwargs: Any) -> AsyncClient:
 async def _next(stream: AsyncStream) -> Chunk | None:
     # A future cannot carry StopAsyncIteration.
     return await anext(stream, None)
-
-
-async def _cancel(stream: AsyncStream) -> None:
-    stream.cancel()
 
 
 async def _collect(client: AsyncClient) -> list[dict[str, object]]:

@@ -56,8 +56,8 @@ def parse_config(
                 default=argparse.SUPPRESS,
                 help=f"{text} [{item.default}]",
             )
-    values = _from_environment(fields, types, environment, known | frozenset(fields))
-    values.update(vars(parser.parse_args(arguments)))
+    flags = vars(parser.parse_args(arguments))  # first, so that --help works whatever the variables are
+    values = _from_environment(fields, types, environment, known | frozenset(fields)) | flags
     for name, value in values.items():
         if name.split("_")[-1] == "port" and not 0 <= value <= MAX_PORT:
             raise ConfigError(f"{value} is not a port (0..{MAX_PORT})", field=name)

@@ -11,19 +11,22 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
+import os
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from datetime import timedelta
 from enum import StrEnum
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Self, overload
 
 from midstream.client import AsyncClient, FinishReason
+from midstream.client.background_loop import BackgroundLoop
 from midstream.client.request import Array
-from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError
+from midstream.errors import AbortedError, InvalidArgumentError, MidstreamError, NotFoundError
 from midstream.executor.api_request import Request
 from midstream.executor.config import ExecutorConfig, GuidedDecodingConfig
 from midstream.executor.engine_folder import one_tokenizer
@@ -45,9 +48,8 @@ from midstream.executor.stats import IterationStats, sum_up
 from midstream.model.folder import EMBEDDED_MODEL
 from protos import generation_pb2 as pb
 
-_T = TypeVar("_T")
 Prompt = Sequence[int] | str
-_RETRY_S = 0.2
+_RETRY_S, _ABORT_RETRY_S = 0.2, 0.02
 _MAX_ITERATIONS = 1000
 _MAX_REQUEST_STATS = 1024
 _FAILURES = (FinishReason.ERROR, FinishReason.DEADLINE)
@@ -65,10 +67,13 @@ class GenerationExecutor:
         """Connect to the service; see `create`."""
         self._service = service
         self._config = executor_config or ExecutorConfig()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="midstream-executor", daemon=True)
-        self._thread.start()
-        self._client = self._run(_open(addresses))
+        self._process = os.getpid()
+        self._loop = BackgroundLoop("executor")
+        try:
+            self._client = self._loop.run(_open(addresses))
+        except BaseException:
+            self._loop.close()
+            raise
         # This makes request ids unique among executors of the same service.
         self._prefix = uuid.uuid4().hex[:16]
         self._ids = itertools.count(1)
@@ -140,13 +145,15 @@ class GenerationExecutor:
         message = self._to_proto(request)
         if self._closed:
             raise InvalidArgumentError("the executor is shut down", field="executor")
+        # The result keeps a copy, since the same request may be submitted again.
         request.set_id(next(self._ids))
+        request = replace(request)
         message.request_id = self._wire_id(request.id)
         result = GenerationResult(request, self._forget, self._ask_state)
         with self._lock:
             self._results[request.id] = result
             # The lock is held, because the stream may end before the entry is added.
-            self._running[request.id] = asyncio.run_coroutine_threadsafe(self._follow(result, message), self._loop)
+            self._running[request.id] = self._loop.start(self._follow(result, message))
         return result
 
     def enqueue_request(self, request: Request | GenerationRequest) -> int:
@@ -275,7 +282,7 @@ class GenerationExecutor:
     def abort_request(self, request_id: int) -> None:
         """End a request with finish reason `abort`; no effect if it has already ended."""
         if request_id in self._results:
-            self._run(self._client.abort(self._wire_id(request_id)))
+            self._loop.run(self._abort(request_id))
 
     def cancel_request(self, request_id: int) -> None:
         """End a request with finish reason `abort` in its last response; no effect if it has already ended."""
@@ -292,12 +299,13 @@ class GenerationExecutor:
 
         Raises:
             NotFoundError: The request does not exist, or it has been read completely.
+            InvalidArgumentError: The executor is shut down, and everything has been read.
         """
         timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             with self._lock:
-                news = self._news
+                news, is_over = self._news, self._closed and not self._running
                 if request_id is not None and request_id not in self._results:
                     raise NotFoundError("no such request, or it has been read completely", field="request_id")
                 results = list(self._results.values()) if request_id is None else [self._results[request_id]]
@@ -305,12 +313,14 @@ class GenerationExecutor:
             left = None if deadline is None else deadline - time.monotonic()
             if responses or (left is not None and left <= 0):
                 return responses
+            if is_over:
+                raise InvalidArgumentError("the executor is shut down", field="executor")
             if request_id is None or request_id in self._results:
                 wait([news], left, FIRST_COMPLETED)
 
     def get_latest_stats(self) -> IterationStats:
         """Return the statistics of the latest iteration, summed over all cells."""
-        return sum_up(self._run(self._latest_stats()))
+        return sum_up(self._loop.run(self._latest_stats()))
 
     def get_latest_iteration_stats(self) -> list[IterationStats]:
         """Return the statistics of at most 1,000 iterations since the last call, oldest first; the first call returns
@@ -326,7 +336,7 @@ class GenerationExecutor:
         if self._iteration_reader is None:
             follows: Future[None] = Future()
             reading = self._read_iterations(follows)
-            self._iteration_reader = asyncio.run_coroutine_threadsafe(reading, self._loop)
+            self._iteration_reader = self._loop.start(reading)
             follows.result()
 
     def get_latest_request_stats(self, request_ids: Sequence[int] | None = None) -> list[RequestStats]:
@@ -343,13 +353,15 @@ class GenerationExecutor:
         found: list[RequestStats] = []
         wire_ids = list(by_wire_id)
         for start in range(0, len(wire_ids), _MAX_REQUEST_STATS):
-            stats = self._run(self._client.request_stats(wire_ids[start : start + _MAX_REQUEST_STATS]))
+            stats = self._loop.run(self._client.request_stats(wire_ids[start : start + _MAX_REQUEST_STATS]))
             found += [RequestStats.from_proto(by_wire_id[item.id], item) for item in stats]
         return found
 
     def shutdown(self) -> None:
-        """Abort running requests and stop the services that `create` started."""
-        if self._closed:
+        """Abort running requests, whose results raise AbortedError, and stop the services that `create` started. No
+        effect in a forked process.
+        """
+        if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         atexit.unregister(self.shutdown)
@@ -357,10 +369,8 @@ class GenerationExecutor:
         for item in running:
             item.cancel()
         wait(running)
-        self._run(self._client.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._loop.close(self._client.close())
+        self._wake()
         if self._service is not None:
             self._service.stop()
 
@@ -380,11 +390,21 @@ class GenerationExecutor:
                 self._wake()
         except MidstreamError as failure:
             error = failure
+        except asyncio.CancelledError:
+            error = AbortedError("the executor was shut down before the request ended")
+            raise
         finally:
             result.end(error)
             with self._lock:
                 self._running.pop(result.request.id, None)
             self._wake()
+
+    async def _abort(self, request_id: int) -> None:
+        # The abort may overtake the request itself, of which the service then knows nothing yet.
+        while request_id in self._running:
+            if await self._client.abort(self._wire_id(request_id)):
+                return
+            await asyncio.sleep(_ABORT_RETRY_S)
 
     async def _latest_stats(self) -> list[dict[str, object]]:
         return [stats async for stats in self._client.iteration_stats()]
@@ -408,7 +428,7 @@ class GenerationExecutor:
         """Check the tokenizer settings against the model's tokenizer."""
         if config is None:
             return
-        info = self._run(self._client.model_info())
+        info = self._loop.run(self._client.model_info())
         if config.encoded_vocab is not None and len(config.encoded_vocab) > info.vocab_size:
             raise InvalidArgumentError(
                 f"has {len(config.encoded_vocab)} tokens; the model has {info.vocab_size}",
@@ -432,9 +452,6 @@ class GenerationExecutor:
 
     def _wire_id(self, request_id: int) -> str:
         return f"{self._prefix}-{request_id}"
-
-    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
 class ModelType(StrEnum):

@@ -328,6 +328,7 @@ def open_channel(
     tls: Tls | None = None,
     server_name: str = "",
     token: str = "",
+    uses_proxy: bool = False,
 ) -> grpc.aio.Channel:
     """Return a channel with the keepalive that `Server` expects, which reconnects within a second.
 
@@ -335,8 +336,9 @@ def open_channel(
         target: `host:port`, or `dns:///host:port` for all addresses of a name in turn.
         server_name: Name that the server's certificate must contain, if it differs from the target's.
         token: Bearer token to send with each call.
+        uses_proxy: Whether to connect through the HTTP proxy that the environment names, if any.
     """
-    options = channel_options(max_message_bytes)
+    options = channel_options(max_message_bytes, uses_proxy=uses_proxy)
     if tls is None:
         if not token:
             return grpc.aio.insecure_channel(target, options=options)
@@ -348,10 +350,14 @@ def open_channel(
     )
 
 
-def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
+def channel_options(
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, *, uses_proxy: bool = False
+) -> list[tuple[str, Any]]:
     """Return the options of every client channel, including synchronous ones."""
     return [
         *_KEEPALIVE,
+        # By default, gRPC connects through http_proxy even to this machine.
+        ("grpc.enable_http_proxy", int(uses_proxy)),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         # A killed process is back within a second or two; clients would notice a longer wait.

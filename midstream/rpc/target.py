@@ -7,6 +7,7 @@ from urllib.parse import unquote
 
 from midstream.config.service import MAX_PORT
 from midstream.errors import InvalidArgumentError
+from midstream.security.host_header import is_loopback
 
 _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:")
 _CONNECTION = re.compile(
@@ -35,6 +36,14 @@ def check_target(target: str) -> str:
     return target
 
 
+def is_local(target: str) -> bool:
+    """Return whether a target that `check_target` accepts is on this machine."""
+    if target.startswith(("unix:", "unix-abstract:")):
+        return True
+    name = target.removeprefix(next((scheme for scheme in _SCHEMES if target.startswith(scheme)), ""))
+    return is_loopback(name.rpartition(":")[0].strip("/").strip("[]"))
+
+
 def plain_problem(details: str) -> str:
     """Return gRPC's message about a failed connection, reworded to say what to do."""
     found = _CONNECTION.search(details)
@@ -44,6 +53,8 @@ def plain_problem(details: str) -> str:
             return f"nothing listens on {address}; is the service running, and is this its gRPC port?"
         if "HTTP/2" in problem or "http1" in problem:
             return f"the server at {address} does not speak gRPC; is it an HTTP port, or does it need TLS?"
+        if "WRONG_VERSION_NUMBER" in problem:
+            return f"the server at {address} does not use TLS; connect without it"
         return f"cannot connect to {address}: {problem}"
     found = _RESOLVING.search(details)
     if found is not None:

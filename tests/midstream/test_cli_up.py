@@ -7,10 +7,12 @@ import re
 import socket
 import stat
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from rich.text import Text
 
 from midstream.cli import chat, generate, main
 from midstream.cli.api_keys import use_api_keys
@@ -20,7 +22,7 @@ from midstream.cli.topology import Topology, check_ports, plan_processes
 from midstream.cli.up import how_to_talk
 from midstream.client import SamplingParams
 from midstream.errors import ConfigError, InvalidArgumentError
-from midstream.rpc.target import check_target, plain_problem
+from midstream.rpc.target import check_target, is_local, plain_problem
 
 KEY = "a-key-of-enough-characters"
 
@@ -137,6 +139,10 @@ def test_hints_contain_the_address_of_the_started_service(tmp_path: Path) -> Non
     state = RunState("smollm2", ProcessPhase.READY, 1, 0.0, (router,))
     assert f"midstream chat --run-dir {tmp_path}" in how_to_talk(state, tmp_path)
     assert "--run-dir" not in how_to_talk(state, default_run_dir())
+    remote = replace(router, addresses={"grpc": "[fe80::1]:1", "http": "[fe80::1]:2"})
+    shown = Text.from_markup(how_to_talk(replace(state, processes=(remote,)), tmp_path)).plain
+    assert "gRPC [fe80::1]:1, HTTP http://[fe80::1]:2" in shown
+    assert "(or http://[fe80::1]:2/dashboard)" in shown
     with_space = tmp_path / "a b"
     assert f"--run-dir '{with_space}'" in how_to_talk(state, with_space)
 
@@ -196,6 +202,11 @@ def test_a_key_that_does_not_fit_a_header_is_rejected(key: str, tmp_path: Path) 
         use_api_keys(run_dir_at(tmp_path), [key], {})
 
 
+def test_a_certificate_without_tls_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--address", "127.0.0.1:1", "--tls-ca", "ca.pem", "hi"]) == 1
+    assert "--tls-ca: is given, but TLS is off; add --tls" in capsys.readouterr().err
+
+
 def test_keys_do_not_override_the_token_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="MIDSTREAM_AUTH_TOKENS"):
         use_api_keys(run_dir_at(tmp_path), [KEY], {"MIDSTREAM_AUTH_TOKENS": "/elsewhere"})
@@ -226,6 +237,24 @@ def test_addresses_in_grpc_syntax_are_accepted(target: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("target", "is_here"),
+    [
+        ("127.0.0.1:1", True),
+        ("localhost:1", True),
+        ("[::1]:1", True),
+        ("ipv4:127.0.0.1:1", True),
+        ("dns:///localhost:1", True),
+        ("unix:/run/socket", True),
+        ("10.0.0.1:1", False),
+        ("dns:///router.midstream:1", False),
+        ("[fe80::1]:1", False),
+    ],
+)
+def test_targets_on_this_machine_are_recognized(target: str, is_here: bool) -> None:
+    assert is_local(target) is is_here
+
+
+@pytest.mark.parametrize(
     ("details", "words"),
     [
         (
@@ -243,6 +272,10 @@ def test_addresses_in_grpc_syntax_are_accepted(target: str) -> None:
         (
             "errors resolving no-such-host:50051: [field:hostname lookup error:address lookup failed]",
             "the host name no-such-host cannot be resolved",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:8000: Tls: WRONG_VERSION_NUMBER",
+            "the server at 127.0.0.1:8000 does not use TLS",
         ),
         ("the router drains", "the router drains"),
     ],

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import asyncio
 import io
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -8,13 +12,15 @@ import pytest
 from rich.console import Console
 
 from midstream.chunk import Chunk, FinishReason
-from midstream.cli import main
+from midstream.cli import doctor, main
 from midstream.cli.demo_view import Answer, DemoView
 from midstream.cli.display import RunDisplay
+from midstream.cli.health import probe_health
 from midstream.cli.logs import last_lines, last_message
 from midstream.cli.pace import Pace
 from midstream.cli.run_dir import ProcessPhase, ProcessState, RunState
 from midstream.cli.status import ProcessStatus, _table
+from midstream.config import RouterConfig, SchedulerConfig, parse_config
 
 
 def test_fast_responses_are_printed_line_by_line() -> None:
@@ -112,3 +118,71 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         main([command, "--help"])
     assert caught.value.code == 0
     assert f"usage: midstream {command}" in capsys.readouterr().out
+
+
+def test_a_service_replaces_the_command_so_that_signals_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced: list[list[str]] = []
+
+    def replace(_: str, command: list[str], environment: dict[str, str]) -> None:
+        replaced.append(command)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execve", replace)
+    with pytest.raises(SystemExit):
+        main(["scheduler", "--port", "0"])
+    assert replaced[0][-4:] == ["-m", "scheduler", "--port", "0"]
+
+
+def test_characters_that_the_terminal_lacks_are_replaced() -> None:
+    program = "import sys; from midstream.cli import main; main(['models', '--json']); print('caf\u00e9')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
+    assert done.stdout.endswith(b"\ncaf?\n")
+
+
+@pytest.mark.parametrize("config", [RouterConfig, SchedulerConfig])
+def test_help_is_shown_whatever_the_variables_are(
+    config: type[RouterConfig | SchedulerConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_config(config, ["--help"], {"MIDSTREAM_NO_SUCH": "1", "MIDSTREAM_PORT": "x"}, program="p")
+    assert caught.value.code == 0
+    assert "usage: p" in capsys.readouterr().out
+
+
+def test_brackets_in_paths_and_messages_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "[a]" / "[" / "b]"
+    assert main(["down", "--run-dir", str(folder)]) == 0
+    assert capsys.readouterr().out == f"No Midstream service is running in {folder}.\n"
+    output = io.StringIO()
+    console = Console(file=output, width=300)
+    console.print(doctor._table([doctor.Finding("model", doctor.Verdict.FAULT, str(folder))]))
+    address = "[fe80::1]:8000"
+    process = ProcessState("router-0", "router", {"http": address}, "", detail="unknown [/INST]")
+    console.print(_table([ProcessStatus(process, "unknown [/INST]", None)]))
+    with RunDisplay(console) as display:
+        display.show(RunState("model", ProcessPhase.STARTING, 1, 0.0, (process,)))
+    assert str(folder) in output.getvalue()
+    assert address in output.getvalue()
+    assert output.getvalue().count("unknown [/INST]") == 2
+
+
+def test_no_certificate_replaces_the_authority(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certificates", "ca", "--output", str(tmp_path)]) == 1
+    assert "ca is the authority" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+async def test_the_health_of_a_service_on_an_ipv6_address_is_found() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n")
+        writer.close()
+
+    try:
+        listening = await asyncio.start_server(answer, "::1", 0)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    async with listening as server:
+        port = server.sockets[0].getsockname()[1]
+        assert await probe_health(f"[::1]:{port}") is None

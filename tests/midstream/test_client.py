@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import math
+import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -23,11 +26,18 @@ from midstream.client import (
     SamplingParams,
     TokenRange,
 )
-from midstream.errors import DeadlineError, InvalidArgumentError, NotFoundError, OverloadedError, UnavailableError
+from midstream.errors import (
+    AbortedError,
+    DeadlineError,
+    InvalidArgumentError,
+    NotFoundError,
+    OverloadedError,
+    UnavailableError,
+)
 from midstream.rpc.health import Progress
-from midstream.rpc.serving import Server
+from midstream.rpc.serving import Server, open_channel
 from protos import generation_pb2 as pb
-from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2
+from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
 
 LETTERS = "midstream"
 
@@ -201,6 +211,142 @@ async def test_a_stream_can_be_cancelled_while_it_leaves_a_router_that_hangs() -
             await asyncio.wait_for(reading, 60)
 
 
+async def test_a_stream_that_is_dropped_ends_the_call() -> None:
+    async with serving(kind=Silent) as (router, address):
+        for addresses in ([address], [address, address]):
+            async with AsyncClient(addresses) as client:
+                async for _ in client.generate("w"):
+                    break
+                await asyncio.wait_for(router.left.wait(), 60)
+                router.left.clear()
+
+
+async def test_a_cancel_while_the_stream_reconnects_is_not_lost() -> None:
+    async with AsyncClient("127.0.0.1:1", unavailable_timeout_s=300) as client:
+        stream = client.generate("w")
+        reading = asyncio.create_task(anext(stream))
+        while not stream.num_resumes:  # noqa: ASYNC110 (a stream has no events)
+            await asyncio.sleep(0)
+        stream.cancel()
+        with pytest.raises(AbortedError):
+            await asyncio.wait_for(reading, 60)
+
+
+async def test_a_stream_that_is_cancelled_before_it_is_read_sends_nothing() -> None:
+    async with serving() as (router, address), AsyncClient(address) as client:
+        stream = client.generate("w")
+        stream.cancel()
+        with pytest.raises(AbortedError):
+            await stream.result()
+        assert router.calls == []
+
+
+class Waiting(Silent):
+    """A router that responds to probes, which it counts."""
+
+    num_probes = 0
+
+    async def GetModelInfo(self, request: Any, context: Any) -> loads_pb2.ModelInfo:  # noqa: N802
+        self.num_probes += 1
+        return await super().GetModelInfo(request, context)
+
+
+async def test_a_router_is_probed_once_per_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midstream.client.stream._SILENCE_S", 0.1)
+    async with serving(kind=Waiting) as (router, address), AsyncClient([address, address]) as client:
+        stream = client.generate("w")
+        await anext(stream)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.35)
+        assert isinstance(router, Waiting)
+        assert 1 <= router.num_probes <= 3
+
+
+class Status(Router):
+    """A router that reports its status until the caller leaves."""
+
+    async def GetStatus(self, request: Any, context: Any) -> AsyncIterator[status_pb2.SystemStatus]:  # noqa: N802
+        yield status_pb2.SystemStatus()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.left.set()
+
+
+async def test_leaving_a_view_of_the_status_ends_the_call() -> None:
+    async with serving(kind=Status) as (router, address), AsyncClient(address) as client:
+        async for _ in client.status(follow=True):
+            break
+        await asyncio.wait_for(router.left.wait(), 60)
+
+
+async def test_a_second_reader_of_a_stream_is_rejected() -> None:
+    async with serving(kind=Silent) as (_, address), AsyncClient(address) as client:
+        stream = client.generate("w")
+        await anext(stream)
+        reading = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        with pytest.raises(InvalidArgumentError, match="stream: is being read"):
+            await anext(stream)
+        reading.cancel()
+
+
+def test_a_client_may_be_created_outside_its_loop_but_belongs_to_one() -> None:
+    client = AsyncClient("127.0.0.1:1")
+
+    async def use() -> None:
+        await client.model_info()
+
+    with pytest.raises(UnavailableError):
+        asyncio.run(use())
+    with pytest.raises(InvalidArgumentError, match="another event loop"):
+        asyncio.run(use())
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e12])
+async def test_a_deadline_beyond_what_grpc_represents_is_none(timeout_s: float) -> None:
+    async with serving() as (_, address), AsyncClient(address) as client:
+        assert await client.generate("w", timeout_s=timeout_s).text() == LETTERS
+
+
+async def test_empty_fields_of_a_turn_are_omitted() -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    turn = {"role": "assistant", "content": None, "tool_calls": calls}
+    async with serving() as (router, address), AsyncClient(address) as client:
+        await client.generate(messages=[turn]).result()
+    assert router.requests[0].chat.messages[0].content == ""
+    assert "arguments" in router.requests[0].chat.messages[0].tool_calls_json
+
+
+async def test_an_offset_is_not_negative() -> None:
+    async with AsyncClient() as client:
+        with pytest.raises(InvalidArgumentError, match="from_token"):
+            client.resume("r", -1)
+
+
+async def test_no_proxy_is_used_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    async with serving() as (_, address), AsyncClient(address) as client, open_channel(address) as channel:
+        assert await client.generate("w").text() == LETTERS
+        await asyncio.wait_for(channel.channel_ready(), 60)
+
+
+async def test_a_closed_client_says_so() -> None:
+    async with serving(kind=Silent) as (_, address):
+        client = AsyncClient(address)
+        stream = client.generate("w")
+        await anext(stream)
+        reading = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(AbortedError):
+            await reading
+        for use in (client.generate("w").result, client.model_info):
+            with pytest.raises(InvalidArgumentError, match="client: is closed"):
+                await use()
+
+
 async def test_all_arguments_reach_the_router() -> None:
     sampling = SamplingParams(
         max_tokens=5, temperature=0.0, seed=7, stop=("a", "b"), stop_token_ids=(3,), ignore_eos=True, log_probs=2,
@@ -285,6 +431,10 @@ async def test_every_feature_has_an_argument() -> None:
         ({"prompt": "a", "token_ids": [1]}, "prompt"),
         ({"token_ids": [-1]}, "token_ids"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"prompt": "a", "tools": [{"type": "function"}]}, "tools"),
+        ({"prompt": "a", "timeout_s": math.nan}, "timeout_s"),
+        ({"prompt": "a", "timeout_s": "5"}, "timeout_s"),
         ({"prompt": "a", "sampling": SamplingParams(max_tokens=-1)}, "max_tokens"),
         ({"prompt": "a", "sampling": SamplingParams(seed=2**64)}, "seed"),
         ({"prompt": "a", "sampling": SamplingParams(top_k=1.5)}, "top_k"),  # type: ignore[arg-type]
@@ -330,6 +480,72 @@ async def test_the_synchronous_client_does_the_same() -> None:
 
     async with serving(3) as (_, address):
         await asyncio.to_thread(use, address)
+
+
+async def test_garbage_collection_of_an_iteration_does_not_block_the_client() -> None:
+    def use(address: str) -> None:
+        with Client(address) as client:
+            iteration = iter(client.generate("w"))
+            next(iteration)
+            cycle: list[object] = [iteration]
+            cycle.append(cycle)
+            del iteration, cycle
+            # The collector runs in whichever thread allocates; here it is the client's own.
+            client._loop.post(gc.collect)
+            assert client.model_info().model == "m"
+
+    async with serving(kind=Silent) as (router, address):
+        await asyncio.wait_for(asyncio.to_thread(use, address), 60)
+        await asyncio.wait_for(router.left.wait(), 60)
+
+
+@pytest.mark.parametrize("kind", ["reading", "without a router"])
+async def test_closing_the_synchronous_client_wakes_the_threads_that_wait(kind: str) -> None:
+    async with serving(kind=Silent) as (_, address):
+        client = await asyncio.to_thread(Client, address if kind == "reading" else "127.0.0.1:1")
+        stream = client.generate("w")
+        reading = asyncio.create_task(asyncio.to_thread(stream.result))
+        while not (stream._stream._offsets or stream._stream.num_resumes):  # noqa: ASYNC110 (a stream has no events)
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(client.close)
+        with pytest.raises(AbortedError):
+            await asyncio.wait_for(reading, 60)
+
+
+async def test_a_synchronous_client_may_be_closed_before_its_iterations_and_twice() -> None:
+    def use(address: str) -> None:
+        client = Client(address)
+        iteration = iter(client.generate("w"))
+        next(iteration)
+        client.close()
+        client.close()
+        iteration.close()  # type: ignore[attr-defined]  # a generator
+        with pytest.raises(InvalidArgumentError, match="client: is closed"):
+            client.model_info()
+
+    async with serving(kind=Silent) as (_, address):
+        await asyncio.to_thread(use, address)
+
+
+async def test_a_forked_process_gets_an_error_instead_of_waiting_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    def use(address: str) -> None:
+        with Client(address) as client:
+            with monkeypatch.context() as forked:
+                forked.setattr(os, "getpid", lambda: 0)
+                with pytest.raises(InvalidArgumentError, match="spawn"):
+                    client.model_info()
+                client.close()
+            assert client.model_info().model == "m"
+
+    async with serving() as (_, address):
+        await asyncio.to_thread(use, address)
+
+
+def test_an_invalid_address_leaves_no_thread() -> None:
+    before = threading.active_count()
+    with pytest.raises(InvalidArgumentError):
+        Client("http://a")
+    assert threading.active_count() == before
 
 
 async def test_the_router_rejects_nan() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from midstream.cli.bench import quick, workloads
 from midstream.cli.bench.measure import RunResult, run_workload
-from midstream.cli.bench.report import plot, summarize, summary_table, write_json
+from midstream.cli.bench.report import check_files, plot, print_failures, summarize, summary_table, write_json
 from midstream.cli.bench.workloads import Workload
 from midstream.cli.connect import add_connection, router_addresses
 from midstream.cli.credentials import credentials_of
@@ -48,13 +49,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return 1 if a request failed."""
-    if arguments.request_rate is not None and arguments.request_rate <= 0:
+    if arguments.request_rate is not None and not 0 < arguments.request_rate < math.inf:
         raise InvalidArgumentError("must be above 0", field="--request-rate")
+    for name, counts in (
+        ("concurrency", arguments.concurrency or ()),
+        *((name, (getattr(arguments, name),)) for name in ("num_prompt_tokens", "max_tokens", "repeat")),
+    ):
+        if any(count < 1 for count in counts):
+            raise InvalidArgumentError("must be at least 1", field=f"--{name.replace('_', '-')}")
+    check_files(arguments.json, arguments.plot)
     if arguments.quick:
         return quick.run(arguments)
     results = asyncio.run(_run_all(arguments))
     summaries = [summarize(result) for result in results]
-    Console().print(summary_table(summaries))
+    console = Console()
+    console.print(summary_table(summaries))
+    print_failures(summaries, console)
     if arguments.json:
         write_json(summaries, arguments.json)
     if arguments.plot:

@@ -18,9 +18,10 @@ import grpc
 from midstream.cli.bench.workloads import BenchRequest, Workload
 from midstream.cli.credentials import Credentials
 from midstream.errors import UnavailableError
+from midstream.rpc.errors import error_from_rpc
 from midstream.rpc.serving import open_channel
 from protos import generation_pb2 as pb
-from protos import service_pb2_grpc
+from protos import loads_pb2, service_pb2_grpc
 
 _CONNECT_TIMEOUT_S = 10.0
 
@@ -31,7 +32,7 @@ class RequestTimes:
 
     Attributes:
         arrivals: Time of each chunk with tokens, and the number of its tokens.
-        error: Name of the gRPC status; empty if the request succeeded.
+        error: Why the request failed; empty if it succeeded.
     """
 
     started: float
@@ -63,7 +64,7 @@ async def run_workload(
     credentials: Credentials | None = None,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> RunResult:
-    """Send the workload and wait until it completes.
+    """Send the workload, with token ids of the served model, and wait until it completes.
 
     Args:
         addresses: Routers, used in round-robin order.
@@ -72,6 +73,7 @@ async def run_workload(
 
     Raises:
         UnavailableError: A router does not respond.
+        MidstreamError: The router rejects the caller.
     """
     options = credentials or Credentials(tls=None, server_name="", token="")
     channels = [open_channel(address, **options) for address in addresses]
@@ -79,6 +81,7 @@ async def run_workload(
         for address, channel in zip(addresses, channels, strict=True):
             await _wait_until_connected(address, channel)
         stubs = [cast("service_pb2_grpc.MidstreamAsyncStub", service_pb2_grpc.MidstreamStub(it)) for it in channels]
+        workload = workload.within(await _vocab_size(stubs[0]))
         arrival_times = _arrival_times(len(workload.requests), request_rate, seed)
         places = asyncio.Semaphore(len(workload.requests) if request_rate else workload.concurrency)
         begin = time.perf_counter()
@@ -100,6 +103,13 @@ async def _wait_until_connected(address: str, channel: grpc.aio.Channel) -> None
             await channel.channel_ready()
     except TimeoutError:
         raise UnavailableError(f"no router answers at {address}; `midstream up --detach` starts one") from None
+
+
+async def _vocab_size(stub: service_pb2_grpc.MidstreamAsyncStub) -> int:
+    try:
+        return (await stub.GetModelInfo(loads_pb2.GetModelInfoRequest(), timeout=_CONNECT_TIMEOUT_S)).vocab_size
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error) from None
 
 
 def _arrival_times(count: int, request_rate: float | None, seed: int) -> list[float]:
@@ -131,5 +141,5 @@ async def _run_request(
             if chunk.HasField("error"):
                 times.error = chunk.error.message
     except grpc.aio.AioRpcError as error:
-        times.error = error.code().name
+        times.error = str(error_from_rpc(error))
     return times

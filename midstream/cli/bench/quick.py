@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from midstream.cli.bench.measure import run_workload
-from midstream.cli.bench.report import Summary, summarize
+from midstream.cli.bench.report import Summary, print_failures, summarize
 from midstream.cli.bench.workloads import uniform
 from midstream.cli.connect import open_client, router_addresses
 from midstream.cli.credentials import credentials_of
@@ -37,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     state = None if arguments.address else RunDir(arguments.run_dir).read_state()
     model = open_model_folder(state.model) if state is not None else None
     console.print(table_of(machine, model, one, many))
+    print_failures((one, many), console)
     return 1 if one.num_failed or many.num_failed else 0
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
+from rich.console import Console
 from rich.table import Table
 
 from midstream.cli.bench.measure import RequestTimes, RunResult
+from midstream.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,7 @@ class Summary:
         tokens_per_s: Output tokens (or prompt tokens, for prefill) per second of the run.
         ttft_ms: Time to first token at p50 and p99.
         inter_token_ms: Gap between tokens of one stream at p50 and p99; tokens of one chunk share its gap evenly.
+        failure: Why the first failed request did; empty if none failed.
     """
 
     workload: str
@@ -30,6 +34,7 @@ class Summary:
     ttft_ms: tuple[float, float]
     inter_token_ms: tuple[float, float]
     latency_ms: tuple[float, float]
+    failure: str = ""
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -55,6 +60,7 @@ def summarize(result: RunResult) -> Summary:
         ttft_ms=(percentile(first, 0.5), percentile(first, 0.99)),
         inter_token_ms=(percentile(gaps, 0.5), percentile(gaps, 0.99)),
         latency_ms=(percentile(last, 0.5), percentile(last, 0.99)),
+        failure=next((times.error for times in result.requests if times.error), ""),
     )
 
 
@@ -84,14 +90,29 @@ def summary_table(summaries: Sequence[Summary]) -> Table:
     return table
 
 
+def print_failures(summaries: Sequence[Summary], console: Console) -> None:
+    """Print why requests failed, each reason once."""
+    for failure in dict.fromkeys(row.failure for row in summaries if row.failure):
+        console.print(f"Requests failed: {failure}", style="red", markup=False, soft_wrap=True)
+
+
 def write_json(summaries: Sequence[Summary], path: Path) -> None:
     path.write_text(json.dumps([asdict(row) for row in summaries], indent=2) + "\n", encoding="utf-8")
 
 
+def check_files(json_path: Path | None, plot_path: Path | None) -> None:
+    """Raise ConfigError if results could not be written to these files, before anything is measured."""
+    for flag, path in (("--json", json_path), ("--plot", plot_path)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"{path.parent} is not a folder", field=flag)
+    if plot_path is not None and plot_path.suffix not in (".png", ".svg"):
+        raise ConfigError(f"{plot_path} must end with .png or .svg", field="--plot")
+    if plot_path is not None and find_spec("matplotlib") is None:
+        raise ConfigError("needs `pip install midstream[plots]`", field="--plot")
+
+
 def plot(results: Sequence[RunResult], path: Path) -> None:
-    """Plot the number of received tokens over time for each run, as PNG or SVG according to the file extension. Raises
-    ModuleNotFoundError if matplotlib is not installed (extra `plots`).
-    """
+    """Plot the number of received tokens over time for each run, as PNG or SVG according to the file extension."""
     import matplotlib as mpl
 
     mpl.use("Agg")

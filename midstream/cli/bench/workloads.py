@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FIRST_TOKEN_ID = 300
 LAST_TOKEN_ID = 48_999
@@ -35,6 +35,17 @@ class Workload:
     requests: tuple[BenchRequest, ...]
     concurrency: int
     counts_input: bool = False
+
+    def within(self, vocab_size: int) -> Workload:
+        """Return the same workload for a model with fewer tokens."""
+        if vocab_size > LAST_TOKEN_ID:
+            return self
+        first = min(FIRST_TOKEN_ID, vocab_size // 2)  # the first ids are often special tokens
+        requests = tuple(
+            replace(item, token_ids=tuple(first + token_id % (vocab_size - first) for token_id in item.token_ids))
+            for item in self.requests
+        )
+        return replace(self, requests=requests)
 
 
 def _tokens(generator: random.Random, count: int) -> tuple[int, ...]:
