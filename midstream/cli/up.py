@@ -160,9 +160,10 @@ def how_to_talk(state: RunState, run_dir: Path) -> str:
         list(dict.fromkeys(router.addresses.get(f"shared {name}", router.addresses[name]) for router in routers))
         for name in ("grpc", "http")
     )
-    flag, pages = escape(run_dir_flag(run_dir)), [escape(f"http://{address}") for address in http]
+    flag, calls = escape(run_dir_flag(run_dir)), escape(", ".join(grpc))
+    pages = [escape(f"http://{address}") for address in http]
     return (
-        f"[bold]Midstream serves {escape(state.model)}[/bold]: gRPC {escape(', '.join(grpc))}, HTTP {', '.join(pages)}\n"
+        f"[bold]Midstream serves {escape(state.model)}[/bold]: gRPC {calls}, HTTP {', '.join(pages)}\n"
         f'  midstream generate{flag} "What is the capital of France?"\n'
         f"  midstream chat{flag}   (or {pages[0]}/)\n"
         f"  midstream top{flag}   (or {pages[0]}/dashboard)"
