@@ -237,7 +237,7 @@ class FeedPool:
         return self._discovery.name_of(target)
 
     def attach(self, stream: OutputStream) -> None:
-        """Subscribe to a request's tokens on the feed of its scheduler, or of all schedulers if that is not known."""
+        """Subscribe to a request's tokens on the feed of its scheduler, or on all feeds if its scheduler is unknown."""
         self._waiting[stream.feed_number] = stream
         known = self.feeds.get(stream.scheduler)
         for feed in self.feeds.values() if known is None else (known,):

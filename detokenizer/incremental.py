@@ -166,7 +166,7 @@ class _LibraryDecoder:
         return self._flush() if self._waiting else ""
 
     def _decode(self, token_id: int) -> str:
-        # The library decodes the others as if such a token did not exist, so it must not displace them.
+        # The library decodes as if such a token did not exist, so the token must not be added to `_waiting`.
         if (self._skip and token_id in self._tokenizer.special_ids) or self._tokenizer.token(token_id) is None:
             return ""
         self._waiting.append(token_id)

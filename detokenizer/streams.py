@@ -59,7 +59,7 @@ class OutputStream:
     """A request's output for one router.
 
     Attributes:
-        number: The number that the router gave it.
+        number: The number assigned by the router.
         scheduler: Address of the scheduler that has the request; empty if unknown.
         feed_number: The number that identifies it on the feeds.
         is_done: Whether all output was delivered or the stream failed.

@@ -57,7 +57,7 @@ class BuildError(Exception):
 
 
 def processor_flags() -> frozenset[str]:
-    """Return the processor's flags, on ARM called features, as in /proc/cpuinfo; empty if the file does not exist."""
+    """Return the processor's flags (on ARM: features), as in /proc/cpuinfo; empty if the file does not exist."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -67,7 +67,9 @@ def processor_flags() -> frozenset[str]:
 
 
 def builds_for(flags: frozenset[str]) -> list[str]:
-    """Return the builds that a processor with these flags can run: the best one, and the one for all as a fallback."""
+    """Return the builds that a processor with these flags can run: the best one, and the one for all processors as a
+    fallback.
+    """
     runnable = [BUILD_OF.get(isa, isa) for isa, needs in ISA_NEEDS.items() if flags >= needs]
     return list(dict.fromkeys([*runnable[:1], BASE_ISA]))
 

@@ -236,7 +236,7 @@ def grouped_linear(
     """Return row i as `x[i // num_repeats] @ weight[experts[i]].T + bias[experts[i]]` -> [R, N]; with an activation,
     return `activate` of that result.
 
-    x [R / num_repeats, K], weight [E, N, K], experts integers [R], bias [E, N]. Rows whose expert is E have any
+    x [R / num_repeats, K], weight [E, N, K], experts integers [R], bias [E, N]. Rows whose expert is E have undefined
     contents, or are 0 if `is_partial`.
     """
     if _takes_triton(x):

@@ -9,8 +9,8 @@ from torch.nn import functional
 from kernels.activation import Activation, activate
 
 ROW_TILE = 8
-# MKL, PyTorch's BLAS on x86, reads this before its first product. By default, the bits of a row's result depend on the
-# row's position and on the number of threads on processors without AVX-512.
+# MKL, PyTorch's BLAS on x86, reads this before its first product. On processors without AVX-512, by default, the bits
+# of a row's result depend on the row's position and on the number of threads.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 

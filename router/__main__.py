@@ -65,7 +65,7 @@ _LEAST = {
 
 
 def check(config: RouterConfig) -> None:
-    """Raise ConfigError if settings allow no request to run."""
+    """Raise ConfigError if no request could run with the settings."""
     for name, least in _LEAST.items():
         if not getattr(config, name) >= least:  # also if it is NaN
             raise ConfigError(f"is {getattr(config, name)}; must be at least {least}", field=name)

@@ -95,12 +95,12 @@ class Caller:
         return f"{request_id}@{self._digest()}"
 
     def owns(self, request_id: str) -> bool:
-        """Return whether an internal id is that of a request of this caller, which is authenticated."""
+        """Return whether an internal id belongs to a request of this caller, which must be authenticated."""
         return request_id.endswith(f"@{self._digest()}")
 
     def salt(self, cache_salt: str) -> str:
         """Return the cache salt that separates an authenticated caller's prefixes from those of all other callers."""
-        if self.is_authenticated or _INNER_ID.fullmatch(cache_salt):  # which may be that of an authenticated caller
+        if self.is_authenticated or _INNER_ID.fullmatch(cache_salt):  # may be an authenticated caller's
             return f"{cache_salt}@{self._digest()}"
         return cache_salt
 
@@ -159,7 +159,7 @@ class _WatchedFile(ABC, Generic[_EntryT]):
             stat = self._path.stat()
         except OSError as error:
             raise ConfigError(f"cannot be read: {error}", field=self.field) from None
-        # The time of the status changes when the file becomes readable.
+        # The status change time (ctime) also changes when the file becomes readable.
         return stat.st_ino, stat.st_ctime_ns, stat.st_mtime_ns, stat.st_size
 
     def _read(self) -> dict[bytes, _EntryT]:
@@ -167,7 +167,7 @@ class _WatchedFile(ABC, Generic[_EntryT]):
             lines = self._path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             if isinstance(error, OSError):
-                self._signature = ()  # try again, since it may have no other reason than too many open files
+                self._signature = ()  # try again, since the only reason may be too many open files
             raise ConfigError(f"cannot be read: {error}", field=self.field) from None
         entries: dict[bytes, _EntryT] = {}
         for number, line in enumerate(lines, 1):

@@ -107,7 +107,7 @@ class Rows:
         self.seeds[row], self.sequence_indices[row] = sampling.seed, new.sequence_index
         # A beam does not sample: its temperature only scales the log probabilities of the candidates.
         self.temperature[row] = sampling.temperature if sampling.beam_width == 1 else 0
-        # It may exceed an int32; any limit from the vocabulary's size on keeps all tokens.
+        # It may exceed an int32; a limit of at least the vocabulary's size keeps all tokens.
         self.top_k[row] = min(sampling.top_k, self._vocab_size)
         self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
         self.outputs[row] = new.outputs

@@ -23,8 +23,8 @@ _SUFFIXES = frozenset({".py", ".cpp", ".h"})
 def block_kind(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> str:
     """Return a key of the model, the settings, the code and the processor.
 
-    Blocks of different kinds are never used in place of each other. Instruction sets and GPUs differ in rounding, so a
-    block computed with one is not what another would compute.
+    Blocks of different kinds are never used in place of each other. Instruction sets and GPUs differ in rounding, so
+    blocks computed with different ones are not equal.
     """
     seen = (model.description.windows, model.description.num_sink_tokens)
     numbers = (folder.fingerprint, config.tokens_per_block, model.dtype, model.kv_dtype, seen)
@@ -54,8 +54,8 @@ def _processor(device: torch.device) -> str:
 
 
 def _product() -> str:
-    """Return a digest of a product of matrices. PyTorch's BLAS chooses its code by the processor, not only by its
-    instruction set, and by environment variables.
+    """Return a digest of the result of a matrix multiplication. PyTorch's BLAS selects its code by processor model, not
+    only by instruction set, and by environment variables.
     """
     left, right = (
         (torch.arange(rows * 512) * factor % 4093).float().view(rows, 512) / 4093 - 0.5

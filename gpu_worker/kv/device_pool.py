@@ -1,7 +1,7 @@
-"""A KV pool in the memory of a device, of which single blocks are copied to the host and back.
+"""A KV pool in device memory, with copies of single blocks to the host and back.
 
-Copies to the host have their own stream, so they run beside steps. Copies to the device are queued behind the steps
-that were launched before, and before those that use the blocks.
+Copies to the host have their own stream, so they run beside steps. Copies to the device are queued after the steps
+already launched, and before those that use the blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpu_worker.kv.block_format import Bytes
 
 
 class BlockPool(Protocol):
-    """The blocks of a KV pool, of which threads read those with known contents while steps run."""
+    """The blocks of a KV pool; threads read those with known contents while steps run."""
 
     @property
     def hashes(self) -> NDArray[np.uint64]:
@@ -30,7 +30,7 @@ class BlockPool(Protocol):
         """Return a copy of a block's contents; None if they do not match this hash."""
 
     def write(self, block: int, contents: Bytes) -> None:
-        """Fill a block with contents that `read` returned, before the steps that are launched next."""
+        """Fill a block with contents returned by `read`; steps launched later see the new contents."""
 
 
 class DevicePool:
@@ -54,7 +54,7 @@ class DevicePool:
         size = sum(part.shape[0] * part.shape[2] for part in self._parts)
         self._host = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
-        self._lock = threading.Lock()  # of the host buffer: several threads read blocks
+        self._lock = threading.Lock()  # guards the host buffer, since several threads read blocks
 
     @property
     def hashes(self) -> NDArray[np.uint64]:
@@ -77,7 +77,7 @@ class DevicePool:
 
     @torch.inference_mode()
     def write(self, block: int, contents: Bytes) -> None:
-        """Fill a block with contents that `read` returned, before the steps that are launched next."""
+        """Fill a block with contents returned by `read`; steps launched later see the new contents."""
         source = torch.from_numpy(contents)
         if self._is_cuda:
             source = source.pin_memory()  # so that the copy does not wait for steps in flight

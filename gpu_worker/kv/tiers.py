@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 
 # Interval between scans for other workers' files; also how long a tier is paused after a write error.
 _SCAN_S, _PAUSE_S = 5.0, 10.0
-# How long a step waits for its blocks. A disk that answers slowly or not at all, as on a network, must not stop its
-# worker.
+# How long a step waits for its blocks. A disk that responds slowly or not at all, such as a network disk, must not stop
+# its worker.
 _HUNG_S = 2.0
 # How long to wait for the threads when closing.
 _CLOSE_S = 5.0
@@ -327,7 +327,7 @@ class TierFolder:
     def confirm(self, value: int) -> bool:
         """Return whether a block is stored; if so, mark it as recently used and report it again.
 
-        It was computed although it is stored, perhaps because the scheduler forgot it: a step did not get it in time.
+        A stored block may be computed again if the scheduler forgot it because a step did not get it in time.
         """
         if value not in self:
             return False
@@ -492,7 +492,7 @@ class KvTiers:
         return np.array(missing, dtype=np.int32)
 
     def _read(self, values: list[int]) -> Iterator[Bytes | None]:
-        """Yield blocks in order, read by a thread; None for those that are missing, and once this takes too long."""
+        """Yield blocks in order, read by a thread; None for missing ones, and for the rest once this takes too long."""
         answers: SimpleQueue[Bytes | None] = SimpleQueue()
         is_waiting = self._reading is None or self._reading is not self._abandoned
         if is_waiting and values:

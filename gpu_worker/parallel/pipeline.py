@@ -34,7 +34,7 @@ class StageCommunicator(Protocol):
 
 
 class GroupCommunicator(StageCommunicator, Protocol):
-    """Links of a rank to all other stages."""
+    """Communication of a rank with all other stages."""
 
     ranks: Ranks
     device: torch.device

@@ -82,7 +82,7 @@ class Connector:
         return was_lost
 
     def reconnect_when_due(self, dealer: zmq.Socket[bytes]) -> None:
-        """Reconnect after a rejection, which ZeroMQ treats as final although the key may be allowed in the meantime;
+        """Reconnect after a rejection, which ZeroMQ treats as final although the key may have been allowed since;
         connect to the next scheduler if the current one has not replied.
         """
         now = time.monotonic()

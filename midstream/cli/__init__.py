@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_program(module_name: str, words: Sequence[str]) -> NoReturn:
-    """Replace this process, so that the program gets the signals that are sent to it, and can drain."""
+    """Replace this process with the program, so that the program receives this process's signals and can drain."""
     command = python_command(module_name, *words)
     os.execve(command[0], command, python_environment())  # noqa: S606 (needs no shell)
 

@@ -54,7 +54,7 @@ class Topology:
         http_port: HTTP port of the first router, likewise.
         served_model_name: Name of the model in the API; empty means the model's own name.
         num_prefill_workers: Number of workers that prefill, while the others decode; 0 means that each does both.
-        shares_ports: Whether `port` and `http_port` are those of all routers, beside ports of their own.
+        shares_ports: Whether all routers listen on `port` and `http_port`, in addition to ports of their own.
     """
 
     model: str = EMBEDDED_MODEL

@@ -209,7 +209,7 @@ class AsyncClient:
         """Return the rest of a running or recently finished request, starting at a token offset.
 
         Raises:
-            InvalidArgumentError: The offset is not one.
+            InvalidArgumentError: `from_token` is not a valid offset.
         """
         set_fields(service_pb2.ResumeRequest(), from_token=from_token)
         return AsyncStream(

@@ -19,7 +19,7 @@ class BackgroundLoop:
     """Runs coroutines in a thread of its own, for any number of other threads."""
 
     def __init__(self, owner: str) -> None:
-        """Start the thread; `owner` is what error messages call the object that uses it."""
+        """Start the thread; `owner` is the name in error messages of the object that uses it."""
         self._owner = owner
         self._process = os.getpid()
         self._lock = threading.Lock()

@@ -87,7 +87,8 @@ class AsyncStream:
         return self
 
     def __del__(self) -> None:
-        # A stream that is dropped is left. The garbage collector may run in any thread, but calls belong to the loop's.
+        # Dropping a stream cancels its call. The garbage collector may run in any thread, but calls belong to the
+        # thread of the loop.
         if self._loop is not None and self._call is not None and self._final is None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._call.cancel)
@@ -245,7 +246,7 @@ async def _watch(watched: weakref.ref[AsyncStream], stub: Stub, call: grpc.aio.C
         delay_s = _SILENCE_S - silence_s
         if delay_s > 0:
             continue
-        delay_s = _SILENCE_S  # a router that answers is asked again after as long a silence
+        delay_s = _SILENCE_S  # if the router responds, it is asked again after another such silence
         try:
             await stub.GetModelInfo(loads_pb2.GetModelInfoRequest(), timeout=_ANSWER_S)
         except grpc.aio.AioRpcError as error:

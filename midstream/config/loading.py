@@ -56,7 +56,7 @@ def parse_config(
                 default=argparse.SUPPRESS,
                 help=f"{text} [{item.default}]",
             )
-    flags = vars(parser.parse_args(arguments))  # first, so that --help works whatever the variables are
+    flags = vars(parser.parse_args(arguments))  # first, so that --help works even if variables are invalid
     values = _from_environment(fields, types, environment, known | frozenset(fields)) | flags
     for name, value in values.items():
         if name.split("_")[-1] == "port" and not 0 <= value <= MAX_PORT:

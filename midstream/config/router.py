@@ -24,10 +24,10 @@ class RouterConfig(GrpcServiceConfig):
     http_port: int = setting(8000, "HTTP port.")
     shared_port: int = setting(
         0,
-        "Another gRPC port, which all routers of this user on the host may listen on: each connection goes to one of "
+        "Another gRPC port, on which all routers of this user on the host may listen; each connection goes to one of "
         "them. 0: none.",
     )
-    shared_http_port: int = setting(0, "Another HTTP port, likewise; 0: none.")
+    shared_http_port: int = setting(0, "Another HTTP port, shared in the same way; 0: none.")
     schedulers: str = setting(
         "127.0.0.1:50052",
         "Comma-separated scheduler targets, one per cell; dns:/// targets are re-resolved. one-of:TARGET|TARGET is a "

@@ -400,7 +400,7 @@ class GenerationExecutor:
             self._wake()
 
     async def _abort(self, request_id: int) -> None:
-        # The abort may overtake the request itself, of which the service then knows nothing yet.
+        # The abort may arrive before the request itself, which the service then does not know yet.
         while request_id in self._running:
             if await self._client.abort(self._wire_id(request_id)):
                 return

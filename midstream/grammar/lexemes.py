@@ -2,8 +2,8 @@
 
 llguidance splits text into lexemes, and takes the longest match of those that are possible, whereas a rule of GBNF may
 end anywhere. A rule without recursion, a literal, or repeated characters become one lexeme, which is fast, unless text
-that may follow a lexeme could also continue it, or continue another one that begins alike. Such lexemes are split
-further, in the end into characters, which have no longer match.
+that may follow a lexeme could also continue it, or continue another one with the same beginning. Such lexemes are split
+further, ultimately into characters, which have no longer match.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def to_lark(text: str) -> str:
     """Return a grammar in Lark syntax; one that is already Lark is unchanged.
 
     Raises:
-        GbnfError: The text is neither.
+        GbnfError: The text is neither GBNF nor Lark.
     """
     if _LARK.search(text):
         return text
@@ -50,7 +50,7 @@ def to_lark(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Lexeme:
-    """What a lexeme matches; sets of characters are bit masks.
+    """Properties of a lexeme's matches; sets of characters are bit masks.
 
     Attributes:
         first: The characters with which a match can begin.
@@ -103,7 +103,7 @@ class _Converter:
         return isinstance(node, Characters) or (isinstance(node, Literal) and node not in self._split)
 
     def lexeme(self, node: Node) -> _Lexeme:
-        """Return what a unit matches."""
+        """Return the properties of a unit's matches."""
         found = self._known.get(node)
         if found is None and isinstance(node, Literal):
             first = self._alphabet.masks(node.text[0])[0]
@@ -136,9 +136,10 @@ class _Converter:
         return list(used)
 
     def _conflicts(self) -> set[Node]:
-        """Return the lexemes that could go on matching where a text must begin that follows a lexeme."""
+        """Return the lexemes that could match further where the text after a lexeme must begin."""
         follow = _Follow(self, {name: self._rules[name] for name in self._used_rules() if name not in self._named})
-        # By first character: the literals, counted by what follows them, since they may be many, and the other units.
+        # Literals and other units by first character. Since there may be many literals, they are counted by the units
+        # that follow them.
         literals: dict[int, Counter[int]] = defaultdict(Counter)
         others: dict[int, int] = defaultdict(int)
         for node, following in follow.units.items():
@@ -174,7 +175,7 @@ class _Converter:
         return self._firsts[units]
 
     def _hides_end(self, node: Node, ended: Node, following: int) -> bool:
-        """Return whether `node` could go on matching where a unit begins that follows the lexeme `ended`.
+        """Return whether `node` could match further where a unit that follows the lexeme `ended` begins.
 
         Args:
             node: A lexeme that can begin where `ended` can begin; it may be the same.
@@ -186,7 +187,7 @@ class _Converter:
         )
 
     def _shared(self, one: Node, other: Node, continued: Node) -> int:
-        """Return the characters with which `other` can begin after `one` that may as well belong to `continued`.
+        """Return the characters with which `other` can begin after `one` but which may also belong to `continued`.
 
         White space that follows white space is an example. The same is assumed of any lexeme that may follow itself,
         except directly in a sequence, because most such grammars would be ambiguous otherwise.
@@ -259,11 +260,11 @@ class _Alphabet:
 
 
 class _Follow:
-    """Which units may follow each unit of a grammar's rules.
+    """The units that may follow each unit of a grammar's rules.
 
     Attributes:
         units: The units that may follow each unit, as bit masks.
-        repeated: The units of which one directly follows another.
+        repeated: The units that occur twice in a row.
         neighbors: The units that can begin where each unit can begin, including itself, as bit masks.
     """
 
@@ -287,7 +288,9 @@ class _Follow:
         self._find_neighbors()
 
     def _find_neighbors(self) -> None:
-        """Set `neighbors`: what follows a lexeme may begin where begins what follows another one with the same text."""
+        """Set `neighbors`. If two lexemes may match the same text, the units that follow one may begin where those that
+        follow the other begin.
+        """
         literals = _union(self._converter.unit_mask(node) for node in self.units if isinstance(node, Literal))
         masks = {self._edge(_ROOT)[0], *self.units.values()}
         waiting = [(mask, mask) for mask in masks]
@@ -296,7 +299,7 @@ class _Follow:
             for node in self._converter.units(some):
                 is_new = others & ~self.neighbors[node]
                 self.neighbors[node] |= others
-                # The text of a literal is neither another literal's nor a character's.
+                # No two literals have the same text, and a literal is longer than a character.
                 if isinstance(node, Literal):
                     continue
                 for other in self._converter.units(is_new & ~(literals if isinstance(node, Characters) else 0)):
@@ -332,7 +335,7 @@ class _Follow:
         return first, isinstance(node, Sequence) or any(self._edge(item)[1] for item in children(node))
 
     def _visit(self, node: Node, after: int) -> None:
-        """Note what follows the units in a node, given the units that follow the node."""
+        """Record the units that follow those in a node, given the units that follow the node."""
         if self._converter.is_unit(node):
             self.units[node] = self.units.get(node, 0) | after
         elif isinstance(node, Reference):
@@ -376,7 +379,7 @@ class _Automaton:
         self._repeated = self._repeated_characters(node)
 
     def lexeme(self) -> _Lexeme:
-        """Return what it matches."""
+        """Return the properties of its matches."""
         inner = _union(map(self._union, self._next))
         extensions = _union(self._union(self._next[position]) for position in self._last)
         if not all(map(self._are_disjoint, [self._first, *self._next])):

@@ -64,7 +64,7 @@ _TEMPLATE, _MORE_TEMPLATES = "chat_template", "additional_chat_templates"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MANIFEST = "midstream.json"
 _MANIFEST_VERSION = 1
-# By the suffix of weights that are not read: the advice in the error.
+# Advice in the error, by the suffix of weight files that are not supported.
 _OTHER_WEIGHTS = {
     ".gguf": "; to serve {0}, name this file instead of the folder",
     ".bin": "; {0} is not read, since such files can contain code: convert it to safetensors",
@@ -118,7 +118,7 @@ class ModelFolder:
 
     @property
     def templates(self) -> str:
-        """Sources of all templates, in which formats and variables are looked for."""
+        """Sources of all templates, which are searched for formats and variables."""
         return (self.chat_template or "") + (self.tool_template or "")
 
     @property
@@ -309,7 +309,7 @@ def _open_folder(path: Path) -> ModelFolder:
 def _refuse_own_code(path: Path, config: dict[str, Any]) -> None:
     """Raise ConfigError if the model cannot run, or its text cannot be tokenized, without the folder's own code.
 
-    Folders of supported families may contain code, too: it is from before transformers supported them.
+    Folders of supported families may contain code as well, from before transformers supported these families.
     """
     parts = {"tokenizer_config.json": _read_json(path / "tokenizer_config.json", optional=True)}
     if not any(config.get("model_type") in family.types for family in SERVED_FAMILIES):

@@ -83,7 +83,7 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
 
     @abstractmethod
     async def _run_without_frames(self, channel: grpc.aio.Channel) -> None:
-        """Do what is possible without frames; when this returns, frames are requested again."""
+        """Work without a frame connection; when this returns, one is requested again."""
 
     @abstractmethod
     def _take(self, batch: BatchT) -> None:

@@ -99,8 +99,8 @@ class Server:
 
         Raises:
             OSError: The port is in use.
-            ConfigError: `own` was requested, but a package that it requires is not installed; or another server has a
-                shared port.
+            ConfigError: `own` was requested, but a package that it requires is not installed; or `shared_port` is set,
+                but another server is used.
         """
         self.limits_addresses = _is_own(grpc_server)
         make = _own_server if self.limits_addresses else _grpcio_server

@@ -169,7 +169,7 @@ class Tls:
             stats = [path.stat() for path in self._paths.values()]
         except OSError as error:
             raise ConfigError(f"cannot be read: {error}", field=self._field(str(error.filename))) from None
-        # The time of the status changes when a file becomes readable.
+        # The status change time (ctime) also changes when a file becomes readable.
         return tuple((stat.st_ino, stat.st_ctime_ns, stat.st_mtime_ns, stat.st_size) for stat in stats)
 
     def _read(self) -> dict[str, bytes]:
@@ -178,7 +178,7 @@ class Tls:
             try:
                 contents[name] = path.read_bytes()
             except OSError as error:
-                self._signature = ()  # try again, since it may have no other reason than too many open files
+                self._signature = ()  # try again, since the only reason may be too many open files
                 raise ConfigError(f"cannot be read: {error}", field=f"tls_{name}") from None
             if not contents[name].strip():
                 raise ConfigError(f"{path} is empty", field=f"tls_{name}")

@@ -82,7 +82,7 @@ class JsonFormatter(logging.Formatter):
 
 class TextFormatter(logging.Formatter):
     """Human-readable log lines. Control characters are escaped, since clients choose request ids and parts of messages:
-    they could otherwise write lines of their own, or control the terminal.
+    they could otherwise forge log lines, or control the terminal.
     """
 
     def __init__(self, service: str) -> None:
@@ -182,8 +182,8 @@ Page = Callable[[], tuple[int, str, bytes]]
 
 
 class _BoundedHTTPServer(ThreadingHTTPServer):
-    """An HTTP server with one thread per connection, up to a limit in total and one for each address; further
-    connections are closed immediately.
+    """An HTTP server with one thread per connection, up to a limit in total and one per address; further connections
+    are closed immediately.
     """
 
     request_queue_size = 1024  # the backlog; if it overflows, a probe is only answered after a second or more

@@ -316,7 +316,8 @@ class Cells:
 
     async def abort(self, request_id: str, *, only_if_unread: bool = False) -> bool:
         """Abort a request in any cell; with `only_if_unread`, only if no client is reading it. Return whether it was
-        running. Raises MidstreamError if it was running in none of the cells that responded, and some did not.
+        running. Raises MidstreamError if it was running in none of the cells that responded, and some cells did not
+        respond.
         """
         request = loads_pb2.AbortRequest(request_id=request_id, only_if_unread=only_if_unread)
         results = await asyncio.gather(

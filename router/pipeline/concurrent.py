@@ -13,8 +13,8 @@ async def run_all(parts: Iterable[Coroutine[object, object, _T]]) -> list[_T]:
     """Run coroutines concurrently; return their results in order. If one raises an error, cancel the others, wait for
     them, and raise that error.
 
-    Unlike a TaskGroup of Python 3.11, the error is part of no reference cycle, so what a failed call holds is freed at
-    once instead of by a later collection.
+    Unlike with a TaskGroup of Python 3.11, the error is not part of a reference cycle, so the objects that a failed
+    call holds are freed at once instead of by a later garbage collection.
     """
     tasks = [asyncio.create_task(part) for part in parts]
     error: BaseException | None = None

@@ -617,7 +617,7 @@ class FrontDoor:
             key: The idempotency key from which the request's id was derived; empty if there is none.
             prepare: Completes the request; called once the client's quotas and limits admit it, within its deadline.
             guide_parts: Returns guides of which the request's guide consists, by field, to name those that are invalid.
-            operation: What is requested, by OpenTelemetry's names; by default, text or a turn of a chat.
+            operation: OpenTelemetry's name of the operation; by default, `chat` or `text_completion`.
 
         Raises:
             MidstreamError: The request is rejected.

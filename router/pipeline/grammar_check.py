@@ -20,7 +20,7 @@ MAX_CHECKED = 1024
 # Maximum number of waiting guides, in total and per client.
 MAX_WAITING, MAX_WAITING_PER_CLIENT = 256, 64
 _FIELD = "guided_decoding.guide"
-# Returns guides of which a guide consists, by field.
+# Returns the guides of which a guide consists, by field.
 GuideParts = Callable[[], Mapping[str, pb.GuidedDecodingConfig]]
 KINDS = {
     pb.GUIDE_TYPE_JSON: "json",

@@ -98,8 +98,8 @@ class Account:
         self.change(quota, used)
 
     def change(self, quota: Quota, used: Iterable[UsageSeen]) -> None:
-        """Set the quota. What the client has used of the earlier one counts, since it may use several tokens in turn,
-        whose quotas differ. `used` counts for what was not limited before.
+        """Set the quota. Usage under the previous quota still counts, since the client may alternate between tokens
+        with different quotas. For limits that did not exist before, `used` counts.
         """
         self.quota = quota
         self.is_limited = quota != Quota()
@@ -130,7 +130,7 @@ class Account:
             self._tokens.take(num_tokens, self._clock())
 
     def _changed(self, name: str, limit: int, used: Iterable[UsageSeen]) -> _Rate | None:
-        """Return the bucket with another limit; None if there is none now."""
+        """Return the bucket with another limit; None if there is no limit now."""
         if not limit:
             return None
         now, rate = self._clock(), self._rates.get(name)
@@ -204,8 +204,8 @@ class Quotas:
         self._accounts: dict[str, Account] = {}
         self._reports = UsageReports(clock)
         self._read: Counts[str] = Counts()  # requests that run and are read at this router, by id
-        # Requests that run while nobody reads them, by client: as reported by the schedulers, and by the time at which
-        # they were left here.
+        # Requests that run while nobody reads them, by client: those reported by the schedulers, and those left by a
+        # client of this router, with the time at which they were left.
         self._unread: dict[str, set[str]] = {}
         self._left: dict[str, dict[str, float]] = {}
         self._requests: Counter = metrics.counter("client_requests", "Requests by authenticated client.", ("client",))
@@ -292,7 +292,7 @@ class Quotas:
         self._report(client, account)
 
     def learn_detached(self, detached: Iterable[status_pb2.DetachedRequests], asked_at: float) -> None:
-        """Note the requests that run while nobody reads them, as the schedulers reported when asked at `asked_at`."""
+        """Record the requests that run while nobody reads them, as the schedulers reported when asked at `asked_at`."""
         self._unread = {}
         for item in detached:
             self._unread.setdefault(item.client, set()).update(item.request_ids)

@@ -33,7 +33,7 @@ LENGTH = struct.Struct("<I")
 
 
 class _GenerationBlocks(Extension):
-    """Accepts `{% generation %}` around the text of the assistant, which training code uses, as a block of its own."""
+    """Accepts blocks of `{% generation %}`, which mark the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
 

@@ -78,9 +78,9 @@ class ConnectionLimits:
 
 
 class _Parser(httptools.HttpRequestParser):
-    """httptools' parser, which takes a request that offers another protocol as the request alone.
+    """httptools' parser, which ignores a request's offer of another protocol.
 
-    By itself, it takes what follows the head for bytes of the other protocol and loses the body.
+    Otherwise, httptools would treat the bytes after the head as those of the other protocol, and lose the body.
     """
 
     def __init__(self, protocol: _Protocol) -> None:
@@ -163,8 +163,8 @@ class _Protocol(HttpToolsProtocol):
         self._timer = None
         cycle = self.cycle
         if self.pipeline or (cycle is not None and not cycle.response_complete and not cycle.more_body):
-            # Once a request is complete, no time limit applies here. The data of a request that was sent before the
-            # answer to an earlier one is not read until then.
+            # Once a request is complete, no time limit applies here. The data of a pipelined request is not read until
+            # the earlier request has been answered.
             self._expect(timeout_s)
         elif not self.transport.is_closing():
             if cycle is None or cycle.response_complete or not cycle.response_started:
@@ -374,7 +374,8 @@ class HttpPort:
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Stop accepting requests, wait up to `drain_timeout_s` for running ones, and close the port, whether or not it
-        was started. Of several calls the shortest time applies; with 0, running requests are cancelled at once.
+        was started. If it is called several times, the shortest time applies; with 0, running requests are cancelled at
+        once.
         """
         config, seconds = self._server.config, max(int(drain_timeout_s), 0)
         if self._server.should_exit:

@@ -114,7 +114,7 @@ class BlockManager:
         return self._num_owners[block]
 
     def num_cached_of(self, blocks: Iterable[int]) -> int:
-        """Return how many of these findable blocks are cached, so that no live sequence holds them."""
+        """Return how many of these findable blocks are cached, that is, not held by a live sequence."""
         return sum(map(self._cached_priority.__contains__, blocks))
 
     def adopt(self, contents: Iterable[tuple[int, int]], now_ns: int) -> None:

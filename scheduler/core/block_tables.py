@@ -71,7 +71,9 @@ class BlockTables:
         return self._prefix_cache.find(extend_hashes(sequence, num_blocks, self.tokens_per_block)[:num_blocks])
 
     def hits(self, sequence: Sequence) -> Hits:
-        """Return how many blocks `find` finds. The result is kept, so that a waiting sequence may ask in each turn."""
+        """Return the number of blocks that `find` finds. Results are cached, so that this may be called for each
+        waiting sequence in each turn.
+        """
         request, lookups = sequence.request, self._prefix_cache.lookups
         if not self.reuses(request):
             return Hits()

@@ -64,8 +64,8 @@ class Transfer:
 
     @property
     def is_held(self) -> bool:
-        """Whether the target still has all blocks that it was asked for, except those that it has yet to report: it
-        drops fetched blocks if it may not hold more, and evicts those in its pool.
+        """Whether the target still has all blocks that it was asked for, except those that it has yet to report. It
+        drops fetched blocks if it may not hold more, and may evict blocks from its pool.
         """
         hashes = self.sequence.block_hashes(self.source.tokens_per_block)[: self.num_asked]
         return all(value in self.missing or self.target.has_block(value) for value in hashes)

@@ -89,7 +89,7 @@ class RequestSpec:
 
     @property
     def num_large_bytes(self) -> int:
-        """Number of bytes that the request takes beside its tokens, all of which are known in advance."""
+        """Number of bytes that the request takes in addition to its tokens; all of it is known in advance."""
         return self.tensor_bytes + self.attached_bytes
 
     @property

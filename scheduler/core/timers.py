@@ -30,7 +30,7 @@ class Timers:
         self._count = 0
 
     def __len__(self) -> int:
-        """Return the number of entries, with those of cancelled timers that are still kept."""
+        """Return the number of entries, including those of cancelled timers that are still kept."""
         return len(self._heap)
 
     @property
@@ -45,7 +45,7 @@ class Timers:
         return self._count
 
     def cancel(self, number: int) -> None:
-        """Do not run an action; it may have run already."""
+        """Cancel an action; no effect if it has already run."""
         self._cancelled.add(number)
         if len(self._cancelled) > len(self._heap) // 2 + _MAX_CANCELLED:
             self._heap = [entry for entry in self._heap if entry[1] not in self._cancelled]

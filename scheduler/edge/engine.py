@@ -52,7 +52,8 @@ Observer = Callable[[Event, list[Effect]], None]
 
 _MAX_ITERATIONS = 1_000
 _MAX_KV_EVENTS = 10_000
-# Space for the events of one epoch between the numbers of epochs, which are at least the milliseconds since 1970.
+# The events of an epoch are numbered from the epoch, shifted by this number of bits. An epoch is at least the number of
+# milliseconds since 1970, so numbers of different epochs do not overlap.
 _KV_EVENT_BITS = 20
 
 

@@ -19,7 +19,7 @@ from scheduler.edge.feed_batch import FeedBatchBuilder
 from scheduler.journal import JournalEntry
 
 MAX_TOKENS_PER_BATCH = 65_536
-# How many ended streams may still report a stop word that was found in their last batches.
+# Maximum number of ended streams that may still report a stop word found in their last batches.
 _MAX_OVER = 4096
 
 

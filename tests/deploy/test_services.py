@@ -184,7 +184,7 @@ def test_every_link_is_secured() -> None:
     file = ROOT / "deploy/k8s/components/secure/certificates.yaml"
     uris = {item["spec"]["secretName"]: item["spec"]["uris"] for item in yaml.safe_load_all(file.read_text())}
     assert uris == {f"tls-{part}": [f"spiffe://midstream/{part}"] for part in ("router", "scheduler", "detokenizer")}
-    # A gateway or a mesh uses TLS only for the ports that say so. Metrics have no TLS but at routers.
+    # Gateways and meshes use TLS only for ports that declare it. Only routers serve metrics over TLS.
     for part, https in (("router", {"grpc", "http"}), ("scheduler", {"grpc"}), ("detokenizer", {"grpc"})):
         ports = rendered.get("Service", part)["spec"]["ports"]
         assert {port["name"] for port in ports if port.get("appProtocol") == "https"} == https

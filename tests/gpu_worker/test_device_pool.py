@@ -24,7 +24,7 @@ NUM_BLOCKS = 5
 
 
 class HashesThatChange:
-    """Hashes of which each read returns the next value."""
+    """Hashes that change: each read returns the next value."""
 
     def __init__(self, *values: int) -> None:
         self._values = iter(values)

@@ -91,7 +91,7 @@ def test_logits_equal_one_ranks(pool: RankPool, folder: Path, grid: tuple[int, i
 
 
 def test_ranks_with_whole_experts_give_the_logits_of_one_rank(pool: RankPool, tmp_path: Path) -> None:
-    """Of five experts, of which each token has one, one rank holds two and the other three."""
+    """One rank holds two of the five experts, the other holds three; each token uses one expert."""
     make_tiny_model(tmp_path, "Mixtral", num_local_experts=5, num_experts_per_tok=1)
     wanted = logits_of(make_runner(tmp_path, kernels="torch"))
     with pool.runner(tmp_path, 2, 1, kernels="torch", expert_parallel=True) as runner:

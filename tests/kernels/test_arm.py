@@ -1,4 +1,4 @@
-"""The build for ARM gives the bits of those for x86. It runs in an emulator, so this needs a cross compiler and QEMU
+"""The ARM build gives the same bits as the x86 builds. It runs in an emulator, so this needs a cross compiler and QEMU
 (Debian: g++-aarch64-linux-gnu, qemu-user-static).
 """
 

@@ -1,4 +1,4 @@
-"""How an executor ends requests, and itself, with a router that sends one token and then waits."""
+"""An executor ends requests and shuts down, with a router that sends one token and then waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.midstream.test_client import Router, Silent, serving
 
 
 class Overtaken(Router):
-    """A router that an abort reaches before the request that it is to end."""
+    """A router that receives aborts before the request that they refer to."""
 
     def __init__(self, breaks: list[int]) -> None:
         super().__init__(breaks)

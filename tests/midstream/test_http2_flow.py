@@ -191,7 +191,7 @@ async def test_a_client_may_reduce_the_size_of_the_header_table(num_calls_before
     for number in range(num_calls_before + 1):
         if number == num_calls_before:
             peer.send(wire.SETTINGS, 0, 0, struct.pack(">HL", 1, 0))
-            peer._decoder.max_allowed_table_size = 0  # it rejects blocks until the table is as small
+            peer._decoder.max_allowed_table_size = 0  # it rejects blocks until the table has been reduced
         peer.call(b"x")
         await turns()
         blocks = [peer.headers(frame) for frame in peer.frames() if frame[0] == wire.HEADERS]

@@ -15,7 +15,7 @@ from tests.router.conftest import Cluster
 
 
 async def test_loads_and_information_are_those_of_the_cells_that_respond(cluster: Cluster) -> None:
-    """A gateway must not take the router for down because one of its cells is."""
+    """A gateway must not consider the router down because one of its cells is."""
     router = await cluster.add_router(await cluster.add_detokenizer())
     cells = cluster.runners[0].cells.cells
     async with open_channel(router.address) as channel:

@@ -39,7 +39,7 @@ async def error_of(call: Awaitable[object]) -> weakref.ref[BaseException]:
 
 
 async def is_freed(call: Awaitable[object]) -> bool:
-    """Return whether the error of a call is freed, and with its traceback everything that the call held."""
+    """Return whether the error of a call is freed, together with everything that its traceback holds."""
     error = await error_of(call)
     await asyncio.sleep(0)
     return error() is None

@@ -213,7 +213,7 @@ def test_tokens_of_a_client_with_different_quotas_do_not_refill_each_other() -> 
     quotas = Quotas(Metrics(), clock)
     tokens = [caller(requests_per_minute=2), caller(requests_per_minute=4), caller(tokens_per_minute=60)]
     quotas.admit(tokens[0])
-    assert quotas.headers(tokens[1])["x-ratelimit-remaining-requests"] == "2"  # half of it, as of the other
+    assert quotas.headers(tokens[1])["x-ratelimit-remaining-requests"] == "2"  # half remains, as with the other token
     quotas.admit(tokens[2]).charge_prompt("a", 90)
     for token in tokens[:2] * 10:
         with contextlib.suppress(OverloadedError):

@@ -29,7 +29,7 @@ async def cells(cluster: Cluster) -> AsyncIterator[list[ScriptedScheduler]]:
 async def test_an_id_that_is_used_again_reaches_the_cell_that_has_it(
     cluster: Cluster, cells: list[ScriptedScheduler], open_client: OpenClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does so even if the router would choose another cell, through any router."""
+    """This holds for any router, even one that would choose another cell."""
     addresses = cluster.scheduler_address.split(",")
 
     def choose(self: Cells, token_ids: Sequence[int], cache_salt: str) -> Cell:

@@ -61,7 +61,7 @@ class Experts:
     """
 
     def __init__(self, experts: list[FeedForward], held: range | None = None) -> None:
-        """Take the experts of a rank: those of the numbers `held`, or all."""
+        """Use the experts of a rank: those whose numbers are in `held`, or all."""
         self._experts, self._held = experts, held
         self._stacks: tuple[_Stack, _Stack] | None = None
         first = experts[0].gate_up
@@ -111,9 +111,9 @@ class Experts:
         return kernels.weighted_sum(out.view(*chosen.shape, -1), None if weighs_input else weights)
 
     def _of_rank(self, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts' numbers among those of this rank, and their weights.
+        """Return the indexes of chosen experts among this rank's experts, and their weights.
 
-        Those of other ranks have the number after the last one, and no weight.
+        Experts of other ranks get the index after the last one, and the weight 0.
         """
         assert self._held is not None
         numbers = experts - self._held.start
@@ -138,7 +138,7 @@ class Experts:
 def _by_expert(
     experts: Sequence[Callable[[Tensor], Tensor]], x: Tensor, chosen: Tensor, num_repeats: int = 1
 ) -> Tensor:
-    """Return what expert chosen[i] computes for row i // num_repeats of x; 0 if there is no such expert."""
+    """Return the output of expert chosen[i] for row i // num_repeats of x; 0 if there is no such expert."""
     out: Tensor | None = None
     for number, expert in enumerate(experts):
         rows = torch.nonzero(chosen == number).flatten()
@@ -147,7 +147,7 @@ def _by_expert(
             if out is None:
                 out = made.new_zeros(len(chosen), made.shape[1])
             out[rows] = made
-    if out is None:  # one row shows the number of outputs
+    if out is None:  # compute one row to determine the number of outputs
         made = experts[0](x[:1])
         out = made.new_zeros(len(chosen), made.shape[1])
     return out

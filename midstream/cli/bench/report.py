@@ -23,7 +23,7 @@ class Summary:
         tokens_per_s: Output tokens (or prompt tokens, for prefill) per second of the run.
         ttft_ms: Time to first token at p50 and p99.
         inter_token_ms: Gap between tokens of one stream at p50 and p99; tokens of one chunk share its gap evenly.
-        failure: Why the first failed request did; empty if none failed.
+        failure: Reason of the first failed request; empty if none failed.
     """
 
     workload: str
@@ -91,7 +91,7 @@ def summary_table(summaries: Sequence[Summary]) -> Table:
 
 
 def print_failures(summaries: Sequence[Summary], console: Console) -> None:
-    """Print why requests failed, each reason once."""
+    """Print the reasons for which requests failed, each only once."""
     for failure in dict.fromkeys(row.failure for row in summaries if row.failure):
         console.print(f"Requests failed: {failure}", style="red", markup=False, soft_wrap=True)
 

@@ -37,7 +37,7 @@ class Workload:
     counts_input: bool = False
 
     def within(self, vocab_size: int) -> Workload:
-        """Return the same workload for a model with fewer tokens."""
+        """Return the workload with its token ids mapped into a vocabulary of this size."""
         if vocab_size > LAST_TOKEN_ID:
             return self
         first = min(FIRST_TOKEN_ID, vocab_size // 2)  # the first ids are often special tokens

@@ -27,9 +27,9 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-# Tokens at which llama.cpp ends, too.
+# Tokens at which llama.cpp also ends a sequence.
 _TURN_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"})
-# Files of a model folder by the keys of templates.
+# Template files of a model folder, by the templates' keys in the GGUF file.
 _TEMPLATES = {
     "tokenizer.chat_template": "chat_template.jinja",
     "tokenizer.chat_template.tool_use": "additional_chat_templates/tool_use.jinja",
@@ -169,7 +169,7 @@ def _rope_scaling(metadata: Metadata, prefix: str) -> dict[str, object] | None:
 
 
 def _check_extrapolation(factor: float | None, kind: MetadataValue, prefix: str) -> None:
-    """Raise UnsupportedError if `factor` mixes two kinds of scaling; a negative one means that the kind decides."""
+    """Raise UnsupportedError if `factor` mixes two kinds of scaling; a negative factor means the kind's default."""
     usual = int(kind == "yarn")
     if factor is not None and factor >= 0 and factor != usual:
         raise UnsupportedError(
@@ -194,7 +194,9 @@ def _special_ids(metadata: Metadata) -> dict[str, object]:
 
 
 def _turn_ends(metadata: Metadata) -> list[int]:
-    """Return the control tokens that end a turn by their names: many files name only the end token of a base model."""
+    """Return the control tokens whose names show that they end a turn: many files specify only the end token of a base
+    model.
+    """
     tokens, kinds = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if not isinstance(tokens, list) or not isinstance(kinds, list):
         return []

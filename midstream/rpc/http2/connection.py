@@ -622,7 +622,7 @@ class Connection(asyncio.Protocol):
             self._blocked.pop(call, None)
 
     def _serve_blocked(self) -> None:
-        """Send what calls have to send, a frame of each in turn, while there is room."""
+        """Send pending data of calls in round-robin order, one frame at a time, while there is room."""
         while self._blocked and not self._is_full and self._window > 0:
             call, _ = self._blocked.popitem(last=False)
             unsent = call.unsent

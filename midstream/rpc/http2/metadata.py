@@ -67,7 +67,7 @@ def read_head(headers: Sequence[tuple[bytes, bytes]], max_bytes: int) -> Head:
     problem: tuple[grpc.StatusCode, str] | None = None
     for name, value in headers:
         if _BREAKS.search(value):
-            raise StreamError(ErrorCode.PROTOCOL_ERROR, "invalid value of a header")
+            raise StreamError(ErrorCode.PROTOCOL_ERROR, "invalid header value")
         if name in _SPECIAL:
             special[name] = value
         elif name in _PSEUDO and name not in pseudo and not metadata and not special:

@@ -102,7 +102,7 @@ class MessagesApi:
     async def _keep(self, native: pb.GenerateRequest, prefixes: Mapping[int, pb.GenerateRequest | None]) -> int:
         """Set the retention of the prefixes, keyed by seconds; return the length of the longest one in tokens."""
         kept = [0]
-        # Where ranges overlap, the last one applies: the one with the longest duration.
+        # Where ranges overlap, the last one applies, so the one with the longest duration comes last.
         for duration_s, prefix in sorted(prefixes.items(), key=itemgetter(0)):
             size = len(native.token_ids.values)
             if prefix is not None:

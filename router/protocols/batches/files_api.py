@@ -73,7 +73,8 @@ class FilesApi:
                 cell, owner, file_id, contents, expires_at=created_at + self._ttl_s, limit=self._max_file_bytes
             )
         except (MidstreamError, ClientDisconnect):
-            # Otherwise the chunks would be stored until the file would expire. With a key, another call may write them.
+            # Otherwise the chunks would be stored until the expiry of the file. With a key, another call may write
+            # them.
             if not key or known is not None:
                 await self._files.delete(cell, owner, file_id)
             raise

@@ -26,7 +26,7 @@ class Line:
 
     Attributes:
         number: Index of the line, from 0.
-        body: JSON text, which takes a fraction of the memory of its values.
+        body: JSON text, which takes a fraction of the memory of the parsed values.
     """
 
     number: int

@@ -60,8 +60,8 @@ _CHUNK_CHARACTERS = 1 << 20
 PRIORITY = -75
 _ABORTED = 499
 _RETRIED = frozenset({408, 429, _ABORTED, 503})
-# How often a line is repeated whose request, or a call to the scheduler, was aborted. If it was the request, the line's
-# key names that request forever.
+# Number of times to repeat a line after its request, or a call to the scheduler, was aborted. Repeating does not help
+# if it was the request, since the line's key then refers to the aborted request forever.
 _MAX_ABORTS = 2
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
 # Maximum time for running lines to finish when a batch is cancelled.

@@ -28,7 +28,7 @@ _GUIDE_TYPES = {
 
 # Maximum number of rows of a batch, each of which is a request.
 _MAX_ROWS = 2048
-# Maximum number of bytes that a tensor without rows of its own takes in all requests of a batch.
+# Maximum total size in bytes of the copies of a tensor that is not divided into rows, one for each request of a batch.
 _MAX_COPIED_BYTES = 256 << 20
 Fill = Callable[[pb.GenerateRequest, InputTensor], None]
 

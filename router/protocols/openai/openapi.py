@@ -119,7 +119,7 @@ def document(model: ModelFolder) -> Part:
     lifecycle = {"enum": ["active", "deprecated", "retired"]}
     models = (
         {**version, "required": False, "description": "Lists models in the format of Anthropic's API, in pages."},
-        _query("limit", _integer(1, 1000), "With anthropic-version, as are the others."),
+        _query("limit", _integer(1, 1000), "Applies only with anthropic-version, like the other parameters."),
         _query("after_id", _TEXT, "Id of the last item of the previous page."),
         _query("before_id", _TEXT, "Id of the first item of the next page."),
         _query("lifecycle", _array(lifecycle), "Stages of the models; active and deprecated by default."),

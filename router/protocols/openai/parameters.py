@@ -186,6 +186,6 @@ def json_object_guide() -> pb.GuidedDecodingConfig:
 
 
 def choice_guide(choices: Iterable[str]) -> pb.GuidedDecodingConfig:
-    """Return the guide for any of these texts."""
+    """Return a guide that matches any of these texts."""
     expression = "|".join(_REGEX_SPECIAL.sub(r"\\\g<0>", choice) for choice in choices)
     return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide=f"({expression})")

@@ -40,7 +40,7 @@ class Details:
     def ending(self, chunk: Chunk) -> dict[str, object]:
         """Return the finish reason and vLLM's `stop_reason`, which is null if the model ended the text itself.
 
-        Clients know no reason for a text that was aborted or failed, so it has none: an error follows.
+        Clients know no finish reason for output that was aborted or failed, so it has none; an error follows instead.
         """
         if not chunk.is_sequence_final or chunk.finish_reason in _FAILURES:
             return {"finish_reason": None}
@@ -190,8 +190,8 @@ class CompletionShape:
     def _rows(
         self, token_ids: Sequence[int], rows: LogProbs
     ) -> tuple[list[float | None], list[dict[str, float] | None]]:
-        """Return the log probability of each token, and those of the most likely tokens and of the token itself, as in
-        OpenAI's API. `rows` end with the last of these tokens.
+        """Return the log probability of each token, and for each token a mapping with the log probabilities of the most
+        likely tokens and of the token itself, as in OpenAI's API. The last row of `rows` is that of the last token.
         """
         first = len(rows.token_log_probs) - len(token_ids)
         values = [_finite(value) for value in rows.token_log_probs[first:]]

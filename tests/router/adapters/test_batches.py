@@ -96,7 +96,7 @@ async def test_files_are_stored_listed_read_and_deleted(cluster: Cluster, client
     assert [file.id async for file in client.files.list()] == [second.id]
     cells = cluster.runners[0].cells
     chunks = await ClientDocuments(cells, 30.0).waiting(cells.any(), "file_chunk", 100)
-    assert [chunk.id.partition("/")[0] for chunk in chunks] == [second.id]  # none is left of the refused files
+    assert [chunk.id.partition("/")[0] for chunk in chunks] == [second.id]  # no chunks of the refused files remain
 
 
 @pytest.mark.usefixtures("model")
@@ -315,7 +315,7 @@ async def test_the_lines_read_ahead_are_limited_by_their_size(
 
 
 async def test_the_number_of_fields_of_a_form_is_limited() -> None:
-    """Even of those without contents."""
+    """Empty fields count as well."""
     form = Form("multipart/form-data; boundary=x")
 
     async def parts() -> AsyncIterator[bytes]:
@@ -327,7 +327,7 @@ async def test_the_number_of_fields_of_a_form_is_limited() -> None:
 
 
 async def test_characters_of_a_line_do_not_become_longer(client: openai.AsyncOpenAI) -> None:
-    """With its characters escaped, the body would be larger than a body may be."""
+    """With its characters escaped, the body would exceed the size limit."""
     text = "空" * 900_000
     body = {"messages": [{"role": "user", "content": text}]}
     long = json.dumps({"custom_id": "a", "method": "POST", "url": CHAT, "body": body}, ensure_ascii=False)

@@ -13,7 +13,7 @@ from router.protocols.fields import TABLES
 from router.protocols.openai.openapi import document
 from tests.router.conftest import Part
 
-# Pages and their data, and other names of paths that are described.
+# Pages and their data, and aliases of documented paths.
 UNLISTED = (
     "/",
     "/docs",
