@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 # After this time without output, the router is probed; if it does not respond, another one is used.
 _SILENCE_S, _ANSWER_S = 2.0, 3.0
+# A rest of that time that is shorter counts as over; a clock may not be precise enough for it.
+_LEAST_DELAY_S = 0.01
 
 
 class AsyncStream:
@@ -244,7 +246,7 @@ async def _watch(watched: weakref.ref[AsyncStream], stub: Stub, call: grpc.aio.C
         if call.done():
             return
         delay_s = _SILENCE_S - silence_s
-        if delay_s > 0:
+        if delay_s > _LEAST_DELAY_S:
             continue
         delay_s = _SILENCE_S  # if the router responds, it is asked again after another such silence
         try:
