@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from midstream.cli import main as midstream
 from midstream.errors import ConfigError
 from protos import recording_pb2 as pb
 from scheduler.core.config import CoreConfig
@@ -267,8 +266,8 @@ def test_what_if_simulates_beam_searches_of_the_recorded_length(tmp_path: Path) 
 def test_a_changed_policy_gives_a_table_and_a_plot(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path, picture = tmp_path / "life", tmp_path / "plot.svg"
     live(path)
-    words = ["replay", str(path), "--policy", "static_batch", "--max-num-tokens", "8", "--plot", str(picture)]
-    assert midstream(words) == 0
+    words = [str(path), "--policy", "static_batch", "--max-num-tokens", "8", "--plot", str(picture)]
+    assert run_replay(words) == 0
     text = capfd.readouterr().out
     assert "all as recorded" in text
     assert "policy static_batch" in text
