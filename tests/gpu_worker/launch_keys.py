@@ -69,7 +69,7 @@ def with_results(name: str) -> Callable[..., Any]:
         kept = {
             key: value
             for key, value in kwargs.items()
-            if key not in ("is_batch_invariant", "segment_keys", "scales", "max_queries", "activation")
+            if key not in ("is_batch_invariant", "is_partial", "segment_keys", "scales", "max_queries", "activation")
         }
         result = reference(*args, **kept)
         activation = kwargs.get("activation")

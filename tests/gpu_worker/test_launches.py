@@ -52,7 +52,7 @@ class Launches:
     def noted(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def note(*args: Any, **kwargs: Any) -> Any:
             self.names.append(name)
-            for other in ("is_batch_invariant", "segment_keys", "scales", "max_queries"):
+            for other in ("is_batch_invariant", "is_partial", "segment_keys", "scales", "max_queries"):
                 kwargs.pop(other, None)
             activation = kwargs.pop("activation", None)
             result = run(*args, **kwargs)

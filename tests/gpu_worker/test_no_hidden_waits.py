@@ -63,7 +63,9 @@ def group(
     *,
     activation: Activation | None,
     num_repeats: int,
+    is_partial: bool,
 ) -> Tensor:
+    assert not is_partial
     assert len(x) * num_repeats == len(experts)
     return x.new_empty(len(experts), weight.shape[1] // (1 if activation is None else 2))
 
