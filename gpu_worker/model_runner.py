@@ -572,19 +572,18 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
     for _, setting, _, path in places:
         if not path:
             raise ConfigError("requires shared_kv_folder", field=setting)
-    if config.shared_kv_folder:
+    if config.host_kv_bytes:
         # Beside the host tier, the folder may hold pools, which must be private. If this fails, opening the tier fails.
         with contextlib.suppress(OSError):
             Path(config.shared_kv_folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     kind = block_kind(config, folder, model)
-    size = kv.num_bytes // kv.num_blocks
     # Blocks in host memory leave the space that the pools of workers beside them will need.
     more: dict[str, dict[str, Any]] = {
         "host": {"unused_s": UNUSED_HOST_S, "free_bytes": partial(free_bytes, Path(config.shared_kv_folder))},
         "disk": {"max_bytes_per_s": config.disk_kv_bytes_per_s},
     }
-    tiers = [TierFolder(name, Path(path), kind, size, num_bytes, **more[name]) for name, _, num_bytes, path in places]
-    num_ahead = config.kv_transfer_bytes // size
+    tiers = [TierFolder(name, Path(path), kind, kv.block_bytes, limit, **more[name]) for name, _, limit, path in places]
+    num_ahead = config.kv_transfer_bytes // kv.block_bytes
     host = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     # Containers on one host may have different folders at the same path.
     folders = [(status.st_dev, status.st_ino) for status in (Path(place[-1]).stat() for place in places)]
@@ -609,11 +608,10 @@ def _open_transfers(
 
     kind = kind_digest(block_kind(config, folder, model))
     if config.role == "decode":
-        size = kv.num_bytes // kv.num_blocks
-        if config.kv_transfer_bytes < size:
-            reason = f"is {config.kv_transfer_bytes}; must be at least {size}, the size of one KV block"
+        if config.kv_transfer_bytes < kv.block_bytes:
+            reason = f"is {config.kv_transfer_bytes}; must be at least {kv.block_bytes}, the size of one KV block"
             raise ConfigError(reason, field="kv_transfer_bytes")
-        kv.fetcher = BlockFetcher(kind, size, config.kv_transfer_bytes, kv.store)
+        kv.fetcher = BlockFetcher(kind, kv.block_bytes, config.kv_transfer_bytes, kv.store)
         return
     host, port = config.kv_transfer_host, config.kv_transfer_port
     try:

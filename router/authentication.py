@@ -31,6 +31,7 @@ from midstream.errors import (
     PermissionDeniedError,
     UnauthenticatedError,
 )
+from midstream.security.file_signature import Signature, signature_of
 from midstream.security.host_header import is_loopback
 from midstream.security.peer_names import PeerCertificate
 from router.permissions import ALL_ROLES, DEFAULT_ROLES, Role, name_roles, parse_roles, roles_for_method, roles_for_path
@@ -132,7 +133,7 @@ class _WatchedFile(ABC, Generic[_EntryT]):
     def __init__(self, path: str) -> None:
         """Read the file. Raises ConfigError if the file is missing, or a line is invalid."""
         self._path = Path(path)
-        self._signature: tuple[int, ...] = self._sign()
+        self._signature = self._sign()
         self._entries = self._read()
         self._looked_at = time.monotonic()
 
@@ -154,13 +155,11 @@ class _WatchedFile(ABC, Generic[_EntryT]):
     def _parse(self, words: list[str]) -> tuple[bytes, _EntryT]:
         """Return the key and value on a line; raise InvalidArgumentError without the line, which may hold a secret."""
 
-    def _sign(self) -> tuple[int, ...]:
+    def _sign(self) -> Signature:
         try:
-            stat = self._path.stat()
+            return signature_of(self._path.stat())
         except OSError as error:
             raise ConfigError(f"cannot be read: {error}", field=self.field) from None
-        # The status change time (ctime) also changes when the file becomes readable.
-        return stat.st_ino, stat.st_ctime_ns, stat.st_mtime_ns, stat.st_size
 
     def _read(self) -> dict[bytes, _EntryT]:
         try:

@@ -23,8 +23,8 @@ _SUFFIXES = frozenset({".py", ".cpp", ".h"})
 def block_kind(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> str:
     """Return a key of the model, the settings, the code and the processor.
 
-    Blocks of different kinds are never used in place of each other. Instruction sets and GPUs differ in rounding, so
-    blocks computed with different ones are not equal.
+    A block of one kind is never used for another kind. Instruction sets and GPUs differ in rounding, so blocks computed
+    with different ones are not equal.
     """
     seen = (model.description.windows, model.description.num_sink_tokens)
     numbers = (folder.fingerprint, config.tokens_per_block, model.dtype, model.kv_dtype, seen)

@@ -97,6 +97,11 @@ class KvCache:
         parts = self.keys, self.values, self.key_scales, self.value_scales, self.states
         return sum(part.nbytes for part in parts)
 
+    @property
+    def block_bytes(self) -> int:
+        """Number of bytes of one block in all layers of this pool."""
+        return self.num_bytes // self.num_blocks
+
     def release(self) -> None:
         """Free the pool's memory, except in a shared store. The pool must not be used afterwards."""
         empty = self.keys.new_empty(0)

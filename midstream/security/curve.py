@@ -17,6 +17,7 @@ from zmq.utils import z85
 
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError
+from midstream.security.file_signature import Signature, signature_of
 
 _KEY_BYTES = 32
 _MAX_FILE_BYTES = 64 << 10
@@ -111,17 +112,16 @@ def read_public_keys(folder: str, field: str) -> frozenset[bytes]:
     return keys
 
 
-def sign_folder(folder: str, field: str) -> tuple[tuple[str, int, int, int, int], ...]:
+def sign_folder(folder: str, field: str) -> tuple[tuple[str, Signature], ...]:
     """Return a value that changes whenever a folder's keys change or become readable.
 
     Raises:
         ConfigError: The folder cannot be read.
     """
     try:
-        stats = [(path.name, path.stat()) for path in _key_files(folder, field)]
+        return tuple((path.name, signature_of(path.stat())) for path in _key_files(folder, field))
     except OSError as error:
         raise ConfigError(f"cannot be read: {error}", field=field) from None
-    return tuple((name, stat.st_ino, stat.st_ctime_ns, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
 
 
 def _key_files(folder: str, field: str) -> Iterator[Path]:

@@ -17,10 +17,9 @@ import grpc
 
 from midstream.config.service import GrpcServiceConfig
 from midstream.errors import ConfigError
+from midstream.security.file_signature import Signature, signature_of
 
 logger = logging.getLogger(__name__)
-
-_Signature = tuple[tuple[int, ...], ...]
 
 
 class _ServerContext(ssl.SSLContext):
@@ -164,13 +163,12 @@ class Tls:
         contents = self._contents
         return grpc.ssl_server_certificate_configuration([(contents["key"], contents["cert"])], contents.get("ca"))
 
-    def _sign(self) -> _Signature:
+    def _sign(self) -> tuple[Signature, ...]:
         try:
             stats = [path.stat() for path in self._paths.values()]
         except OSError as error:
             raise ConfigError(f"cannot be read: {error}", field=self._field(str(error.filename))) from None
-        # The status change time (ctime) also changes when a file becomes readable.
-        return tuple((stat.st_ino, stat.st_ctime_ns, stat.st_mtime_ns, stat.st_size) for stat in stats)
+        return tuple(map(signature_of, stats))
 
     def _read(self) -> dict[str, bytes]:
         contents = {}
