@@ -21,6 +21,11 @@ class FinishReason(enum.StrEnum):
     DEADLINE = "deadline"
     ERROR = "error"
 
+    @property
+    def is_failure(self) -> bool:
+        """Whether the output is incomplete, so that an error follows it."""
+        return self in (FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.ERROR)
+
 
 _REASON_NUMBERS: dict[FinishReason, pb.FinishReason.ValueType] = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,

@@ -19,7 +19,6 @@ from typing import Any
 from grpc.aio import ServicerContext
 
 from midstream import __version__
-from midstream.chunk import FinishReason
 from midstream.client.result import Result
 from midstream.errors import (
     ExecutionError,
@@ -53,7 +52,6 @@ logger = logging.getLogger(__name__)
 
 _ALIAS = "ensemble"
 _VERSION = "1"
-_FAILURES = (FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.ERROR)
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 _TYPES = {"BYTES": pb.TYPE_STRING}
 # Maximum number of responses queued for a slow reader of a stream, in addition to each request's own pending output.
@@ -229,7 +227,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             async with await self._front.start(native, timeout_s) as output:
                 while not output.is_final:
                     for chunk in await output.take():
-                        has_failed = chunk.finish_reason in _FAILURES  # the error follows
+                        has_failed = chunk.finish_reason is not None and chunk.finish_reason.is_failure
                         if has_failed and not chunk.text:
                             continue
                         tensors = [tensor for tensor in piece_outputs(chunk, index) if tensor.name in wanted]

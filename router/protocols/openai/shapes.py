@@ -16,7 +16,6 @@ from router.protocols.conversation import Conversation, SequenceReader
 Spell = Callable[[int], bytes]
 # JSON has no infinity; OpenAI and vLLM report this value for impossible tokens.
 _LOWEST_LOG_PROB = -9999.0
-_FAILURES = (FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.ERROR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +41,12 @@ class Details:
 
         Clients know no finish reason for output that was aborted or failed, so it has none; an error follows instead.
         """
-        if not chunk.is_sequence_final or chunk.finish_reason in _FAILURES:
+        reason = chunk.finish_reason or FinishReason.STOP
+        if not chunk.is_sequence_final or reason.is_failure:
             return {"finish_reason": None}
         matched = chunk.matched_stop
         is_own = isinstance(matched, str) or matched in self.stop_token_ids
-        reason = str(chunk.finish_reason or FinishReason.STOP)
-        return {"finish_reason": reason, "stop_reason": matched if is_own else None}
+        return {"finish_reason": str(reason), "stop_reason": matched if is_own else None}
 
     def prompt_fields(self, token_ids: Sequence[int], rows: LogProbs | None, spell: Spell) -> dict[str, object]:
         """Return vLLM's fields for a prompt; `rows` are the log probabilities of all its tokens but the first."""
