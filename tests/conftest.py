@@ -3,9 +3,13 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -127,6 +131,52 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
             message = crash.message if crash else str(report.longrepr or "")
             message = message.partition("\n")[0][:200]
             terminalreporter.write_line(f"{outcome.upper()} {report.nodeid} ({seconds}): {message}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """End processes that faulthandler_timeout does not end."""
+    limit_s = float(config.getini("faulthandler_timeout"))
+    if limit_s and config.pluginmanager.hasplugin("dsession"):
+        config.pluginmanager.register(StalledProcesses(limit_s + 60))
+
+
+class StalledProcesses:
+    """Ends the test processes, with their tracebacks, if no test has begun or ended for `limit_s` seconds.
+
+    A process may be stopped, or hang between two tests, where no other limit applies.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._running: set[str] = set()
+        self._latest = time.monotonic()
+        self._ended = threading.Event()
+
+    def pytest_sessionstart(self) -> None:
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._running.add(nodeid)
+        self._latest = time.monotonic()
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._running.discard(nodeid)
+        self._latest = time.monotonic()
+
+    def pytest_sessionfinish(self) -> None:
+        self._ended.set()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(5):
+            if time.monotonic() - self._latest < self._limit_s:
+                continue
+            print(f"\nno test has ended for {self._limit_s:.0f} s; running: {sorted(self._running)}", flush=True)
+            for process in psutil.Process().children():
+                print(process, flush=True)
+                process.send_signal(signal.SIGABRT)
+                process.resume()
+            self._latest = time.monotonic()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:

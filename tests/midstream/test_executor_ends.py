@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -59,6 +60,8 @@ async def test_a_request_may_be_submitted_again() -> None:
             own = [item.result for item in responses if item.request_id == result.request.id]
             assert "".join(item.text for item in own if item is not None) == "midstream"
         assert executor.get_latest_request_stats([]) == []
+        # A request is forgotten after its last response has arrived.
+        await asyncio.to_thread(wait, list(executor._running.values()), 60)
         assert not executor._running
         await asyncio.to_thread(executor.shutdown)
 
