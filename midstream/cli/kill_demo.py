@@ -190,6 +190,7 @@ class KillDemo:
         try:
             for number in range(self.num_kills):
                 await asyncio.sleep(self._settle_s)
+                await self._until(self._are_all_ready)
                 kind = KINDS[number % len(KINDS)]
                 parts = self._state().of_kind(kind)
                 await self._kill(parts[number // len(KINDS) % len(parts)])
@@ -204,17 +205,20 @@ class KillDemo:
             os.kill(part.pid, signal.SIGKILL)
         self._changed(f"killed {part.name} ({part.pid})")
         # Wait for the other processes' health too: a process that cannot reach the killed one is not ready.
-        while not self._is_back(part):
-            self._state_changed.clear()
-            await self._state_changed.wait()
+        await self._until(lambda: self._are_all_ready() and self._is_restarted(part))
         kill.back_s = time.monotonic()
         self._changed(f"{part.name} is ready again after {kill.back_s - kill.killed_s:.1f} s")
 
-    def _is_back(self, killed: ProcessState) -> bool:
-        processes = self._state().processes
-        return all(process.phase is ProcessPhase.READY for process in processes) and any(
-            process.name == killed.name and process.pid != killed.pid for process in processes
-        )
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._state_changed.clear()
+            await self._state_changed.wait()
+
+    def _are_all_ready(self) -> bool:
+        return all(process.phase is ProcessPhase.READY for process in self._state().processes)
+
+    def _is_restarted(self, killed: ProcessState) -> bool:
+        return any(process.name == killed.name and process.pid != killed.pid for process in self._state().processes)
 
 
 def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:

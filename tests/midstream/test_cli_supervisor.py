@@ -119,7 +119,7 @@ async def test_the_pause_before_a_restart_grows_until_the_process_has_served(tmp
     (process,) = run.supervisor._processes
     first = process._backoff_s
     for number in (1, 2):
-        os.kill(process.state.pid, signal.SIGKILL)
+        process.send(signal.SIGKILL)
         is_back = (ProcessPhase.READY, number)
         await run.until(lambda state: _named(state, "worker-0") == is_back)  # noqa: B023
         assert process._backoff_s == first * 2**number
@@ -135,8 +135,8 @@ async def test_a_process_that_hangs_is_restarted(tmp_path: Path, monkeypatch: py
     run = Run(tmp_path, {"worker-0": "gpu_worker"})
     await run.ready.wait()
     (process,) = run.supervisor._processes
-    os.kill(process.state.pid, signal.SIGSTOP)
-    # The worker may be restarted more than once if the machine itself stalls for longer than the timeouts.
+    process.send(signal.SIGSTOP)
+    # The worker may be restarted earlier or more than once if the machine itself stalls for longer than the timeouts.
     await run.until(lambda state: _named(state, "worker-0")[1] >= 1 and _all_ready(state))
     await run.end()
 
@@ -156,7 +156,7 @@ async def test_a_process_that_only_waits_for_others_is_not_restarted(
     monkeypatch.setattr(health, "probe_health", counted)
     run = Run(tmp_path, {"worker-0": "gpu_worker"}, mode="waiting")
     await run.ready.wait()
-    os.kill(run.supervisor._processes[0].state.pid, signal.SIGUSR1)
+    run.supervisor._processes[0].send(signal.SIGUSR1)
     await run.until(lambda state: _named(state, "worker-0")[0] is ProcessPhase.UNHEALTHY)
     before = num_probes
     async with asyncio.timeout(60):
