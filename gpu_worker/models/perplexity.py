@@ -16,6 +16,7 @@ from gpu_worker.models.decoder import Decoder, ForwardInputs
 from gpu_worker.models.loader import load_model
 from midstream.config import WorkerConfig
 from midstream.model.folder import ModelFolder
+from midstream.model.tokenizer_file import read_tokenizer
 
 WINDOW = 512
 _BLOCK = 16
@@ -44,7 +45,7 @@ def default_text() -> str:
 
 def windows(folder: ModelFolder, texts: list[str]) -> Iterator[Tensor]:
     """Yield all full windows of the texts' tokens."""
-    tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_str(read_tokenizer(folder.path / "tokenizer.json"))
     for text in texts:
         ids = torch.tensor(tokenizer.encode(text).ids, dtype=torch.int32)
         yield from (piece for piece in torch.split(ids, WINDOW) if len(piece) == WINDOW)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.model.folder import open_model_folder
+from midstream.model.tokenizer_file import read_tokenizer
 
 # Names of the tokenizer's files, and of the folder of its templates.
 _TOKENIZER_FILES = (
@@ -60,7 +61,7 @@ def one_tokenizer(tokenizer_dir: str | None, postprocess_tokenizer_dir: str | No
     given = [folder for folder in (tokenizer_dir, postprocess_tokenizer_dir) if folder is not None]
     if len(given) == 2 and given[0] != given[1]:
         first, second = (_folder(folder) / "tokenizer.json" for folder in given)
-        if first.read_bytes() != second.read_bytes():
+        if read_tokenizer(first) != read_tokenizer(second):
             raise InvalidArgumentError("is not the tokenizer in tokenizer_dir", field="postprocess_tokenizer_dir")
     return given[0] if given else None
 
@@ -73,7 +74,7 @@ def _folder(model: str) -> Path:
 def _check_vocabulary(engine: Path, tokenizer: Path) -> None:
     try:
         vocab_size = json.loads((engine / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-        contents = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
+        contents = json.loads(read_tokenizer(tokenizer / "tokenizer.json"))
         largest = max(_token_ids(contents), default=-1)
         fits = largest < vocab_size
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -8,6 +8,7 @@ import llguidance
 
 from midstream.grammar.lexemes import to_lark
 from midstream.grammar.messages import Guide
+from midstream.model.tokenizer_file import read_tokenizer
 
 # Formatting as in json.dumps; a schema can override it with `x-guidance`. If white space were flexible, a small model
 # might generate nothing else.
@@ -23,7 +24,7 @@ def load_tokenizer(file: Path, vocab_size: int, end_ids: list[int]) -> llguidanc
     """Return the tokenizer in a tokenizer.json, padded to the model's vocabulary. If the model has no end ids, the
     library chooses one.
     """
-    return llguidance.LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=end_ids or None)
+    return llguidance.LLTokenizer(read_tokenizer(file), n_vocab=vocab_size, eos_token=end_ids or None)
 
 
 def compile_guide(guide: Guide, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from midstream.errors import ConfigError
 from midstream.model.families import SERVED_FAMILIES
 from midstream.model.hub import download, is_hub_name, repository_of
+from midstream.model.json_file import read_json
+from midstream.model.tokenizer_file import special_tokens
 
 if TYPE_CHECKING:
     from protos import loads_pb2
@@ -61,7 +63,6 @@ SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penal
 # Version of the folders made from GGUF files; increment it when the same file would give another folder.
 _GGUF_LAYOUT = 4
 _TEMPLATE, _MORE_TEMPLATES = "chat_template", "additional_chat_templates"
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MANIFEST = "midstream.json"
 _MANIFEST_VERSION = 1
 # Advice in the error, by the suffix of weight files that are not supported.
@@ -71,7 +72,6 @@ _OTHER_WEIGHTS = {
     ".pth": "; {0} is not read, since such files can contain code: convert it to safetensors",
 }
 _AFTER_CHANGES = f"delete {_MANIFEST} if the change is intended"
-_MAX_JSON_BYTES = 256 << 20
 # Larger files are identified by samples: the first and last bytes, which include headers, and others in between.
 _MAX_DIGESTED_BYTES = 256 << 20
 _NUM_SAMPLES, _SAMPLE_BYTES = 128, 64 << 10
@@ -254,13 +254,13 @@ def _open_gguf(file: Path, name: str, identity: str, sampling: Mapping[str, floa
 
 
 def _open_folder(path: Path) -> ModelFolder:
-    config = _read_json(path / "config.json")
+    config = read_json(path / "config.json")
     _refuse_own_code(path, config)
     weight_files = _weight_files(path)
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(f"the model folder {path} lacks tokenizer.json", field="model")
     manifest = _manifest(path, weight_files)
-    generation = _read_json(path / "generation_config.json", optional=True)
+    generation = read_json(path / "generation_config.json", optional=True)
     architecture = config.get("model_type")
     if not isinstance(architecture, str):
         raise ConfigError(f"{path / 'config.json'} lacks model_type", field="model")
@@ -273,7 +273,7 @@ def _open_folder(path: Path) -> ModelFolder:
     if architecture in _UNLIMITED:
         text = {"max_position_embeddings": UNLIMITED_LENGTH, **text}
 
-    special = _special_tokens(path)
+    special = special_tokens(path)
     vocab_size = _dimension(path, text, "vocab_size")
 
     def token_ids(name: str) -> tuple[int, ...]:
@@ -311,7 +311,7 @@ def _refuse_own_code(path: Path, config: dict[str, Any]) -> None:
 
     Folders of supported families may contain code as well, from before transformers supported these families.
     """
-    parts = {"tokenizer_config.json": _read_json(path / "tokenizer_config.json", optional=True)}
+    parts = {"tokenizer_config.json": read_json(path / "tokenizer_config.json", optional=True)}
     if not any(config.get("model_type") in family.types for family in SERVED_FAMILIES):
         parts["config.json"] = config
     for name, settings in parts.items():
@@ -336,7 +336,7 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
         others = sorted(file.name for file in path.iterdir() if file.suffix in _OTHER_WEIGHTS)
         advice = _OTHER_WEIGHTS[Path(others[0]).suffix].format(others[0]) if others else ""
         raise ConfigError(f"the model folder {path} lacks model.safetensors (or model.gguf){advice}", field="model")
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{index} lacks weight_map", field="model")
     names = sorted({str(name) for name in weight_map.values()})
@@ -361,7 +361,7 @@ def _manifest(path: Path, weight_files: tuple[Path, ...]) -> dict[str, Any]:
                     _write_manifest(path, folder.name, str(folder))
         except OSError:
             return _make_manifest(path, folder.name, str(folder))
-    manifest = _read_json(path / _MANIFEST)
+    manifest = read_json(path / _MANIFEST)
     if manifest.get("version") != _MANIFEST_VERSION or not {"name", "fingerprint", "files"} <= manifest.keys():
         raise ConfigError(
             f"{path / _MANIFEST} was written by another version; delete it to have it created again", field="model"
@@ -388,7 +388,7 @@ def _make_manifest(path: Path, name: str, source: str) -> dict[str, Any]:
     return {
         "version": _MANIFEST_VERSION,
         "name": name,
-        "architecture": _read_json(path / "config.json").get("model_type"),
+        "architecture": read_json(path / "config.json").get("model_type"),
         "source": source,
         "modified_ns": _modified_ns(files),
         "fingerprint": _fingerprint(files),
@@ -432,9 +432,7 @@ def _chat_templates(path: Path) -> dict[str, str]:
     }
     if not found:
         names = ("chat_template.json", "tokenizer_config.json")
-        value = next(
-            (value for name in names if (value := _read_json(path / name, optional=True).get(_TEMPLATE))), None
-        )
+        value = next((value for name in names if (value := read_json(path / name, optional=True).get(_TEMPLATE))), None)
         if isinstance(value, list):
             found = {str(item.get("name")): item.get("template") for item in value if isinstance(item, dict)}
         else:
@@ -442,45 +440,19 @@ def _chat_templates(path: Path) -> dict[str, str]:
     return {name: source for name, source in found.items() if isinstance(source, str)}
 
 
-def _special_tokens(path: Path) -> dict[str, str | None]:
-    """Return the special tokens that the tokenizer's files name; None for those that it declares not to have."""
-    config = _read_json(path / "tokenizer_config.json", optional=True)
-    # Older files; newer ones list all tokens in tokenizer_config.json.
-    older = {} if "added_tokens_decoder" in config else _read_json(path / "special_tokens_map.json", optional=True)
-    values = {name: value for name, value in {**config, **older}.items() if name in _SPECIAL_TOKENS}
-    contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
-    return {name: content if isinstance(content, str) else None for name, content in contents.items()}
-
-
 def _added_token_id(path: Path, content: str | None) -> int | None:
     """Return the id of an added token; None if the tokenizer has no such token."""
     if content is None:
         return None
-    known = _read_json(path / "tokenizer_config.json", optional=True).get("added_tokens_decoder")
+    known = read_json(path / "tokenizer_config.json", optional=True).get("added_tokens_decoder")
     if isinstance(known, dict):
         for number, token in known.items():
             if isinstance(token, dict) and token.get("content") == content and number.isdecimal():
                 return int(number)
-    added = _read_json(path / "tokenizer.json").get("added_tokens")
+    added = read_json(path / "tokenizer.json").get("added_tokens")
     tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     found = next((token.get("id") for token in tokens if token.get("content") == content), None)
     return found if isinstance(found, int) else None
-
-
-def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    if not path.is_file():
-        if optional:
-            return {}
-        raise ConfigError(f"the model folder {path.parent} lacks {path.name}", field="model")
-    if path.stat().st_size > _MAX_JSON_BYTES:
-        raise ConfigError(f"{path} is too large", field="model")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}", field="model") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} is not a JSON object", field="model")
-    return value
 
 
 def _dimension(path: Path, config: dict[str, Any], name: str, limit: int = _MAX_DIMENSION) -> int:

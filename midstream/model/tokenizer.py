@@ -1,4 +1,4 @@
-"""The model's tokenizer, read from tokenizer.json alone: it uses neither the network nor code from the model."""
+"""The model's tokenizer. It uses neither the network nor code from the model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tokenizers.decoders import DecodeStream
 from midstream.errors import ConfigError
 from midstream.model.token_bytes import byte_level_alphabet, byte_level_bytes, fallback_byte
 from midstream.model.tokenizer_check import check_tokenizer
+from midstream.model.tokenizer_file import read_tokenizer
 
 # Maximum number of ids, since tables have an entry for each id up to the greatest one.
 _MAX_IDS = 1 << 24
@@ -30,10 +31,10 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        """Load `tokenizer.json` of the model folder `path`. Raises ConfigError if the file is missing or damaged."""
+        """Load the tokenizer of the model folder `path`. Raises ConfigError if a file is missing or damaged."""
         file = path / "tokenizer.json"
         try:
-            text = file.read_text(encoding="utf-8")
+            text = read_tokenizer(file)
             check_tokenizer(file, text)
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
             self.decoder: dict[str, Any] = json.loads(text).get("decoder") or {}
