@@ -300,7 +300,7 @@ class ResponsesApi:
             output = await self._front.start(native, None, stored.key, prepare, stored.job.conversation.guide_parts)
         except InvalidArgumentError as error:
             if error.field == "attachment":
-                raise InvalidArgumentError(f"{error.message}; with store=false, it is smaller", field="input") from None
+                raise InvalidArgumentError(f"{error.message}; store=false makes it smaller", field="input") from None
             raise
         if stored.key:
             stored.created_at = await self._kept.arrival_time(stored.response_id)
