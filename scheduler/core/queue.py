@@ -101,7 +101,7 @@ class _FairQueue:
         self._clients[request.spec.client_id].requests.remove(request)
 
     def note_removed(self, request: Request, waiting: dict[Request, int]) -> None:
-        """Note that a request does not wait any longer; forget such requests once they are more than the others."""
+        """Record that a request no longer waits; forget such requests once they are more than the others."""
         client = self._clients[request.spec.client_id]
         client.num_removed += 1
         if client.num_removed > len(client.requests) // 2 + _MAX_REMOVED:
