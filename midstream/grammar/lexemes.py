@@ -114,7 +114,7 @@ class _Converter:
         return found
 
     def unit_mask(self, node: Node) -> int:
-        """Return the bit for a unit in masks of units."""
+        """Return a mask with only the bit of this unit set."""
         number = self._numbers.setdefault(node, len(self._units))
         if number == len(self._units):
             self._units.append(node)
