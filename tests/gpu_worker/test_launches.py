@@ -145,7 +145,7 @@ def test_only_adapters_of_experts_add_launches_to_experts(
 
 
 def test_adapters_of_experts_have_their_own_graphs(launches: Launches, tmp_path: Path) -> None:
-    """A row has the same bits whatever adapters its neighbors have."""
+    """A row has the same bits regardless of its neighbors' adapters."""
     torch.manual_seed(0)
     decoder, description = load(tmp_path, "Qwen3Moe", **EXPERTS)
     dense, experts = (decoder.place_adapter(adapter(description, of_experts=kind)) for kind in (False, True))

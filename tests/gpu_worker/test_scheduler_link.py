@@ -73,7 +73,7 @@ def test_an_address_after_one_of_has_a_host_and_a_port(target: str) -> None:
 
 
 class _Tiers:
-    """Tiers that hold many blocks, one of which is removed after the registration."""
+    """Tiers that hold many blocks; one block is removed after the registration."""
 
     def hashes(self) -> set[int]:
         return set(range(10))
@@ -132,7 +132,7 @@ class _Fetcher:
         return reports
 
 
-# What the scheduler sends, and the kind of the answer.
+# The scheduler's messages, and the kind of each answer.
 _CALLS: dict[str, dict[str, Any]] = {
     "heartbeat": {},
     "step_result": {"step_batch": worker_pb2.StepBatch(epoch=1, step_id=1)},

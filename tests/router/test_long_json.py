@@ -25,7 +25,7 @@ VALUES = st.recursive(
 
 @st.composite
 def texts(draw: st.DrawFn) -> str:
-    """JSON, of which some characters may have been replaced."""
+    """JSON in which some characters may have been replaced."""
     text = json.dumps(draw(VALUES), indent=draw(st.sampled_from((None, 1))))
     for _ in range(draw(st.integers(0, 2))):
         at = draw(st.integers(0, len(text)))

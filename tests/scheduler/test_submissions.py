@@ -1,4 +1,4 @@
-"""What a router gets for its submissions, and when."""
+"""The results that a router gets for its submissions, and their timing."""
 
 from __future__ import annotations
 
