@@ -3,7 +3,7 @@
 llguidance splits text into lexemes, and takes the longest match of those that are possible, whereas a rule of GBNF may
 end anywhere. A rule without recursion, a literal, or repeated characters become one lexeme, which is fast, unless text
 that may follow a lexeme could also continue it, or continue another one with the same beginning. Such lexemes are split
-further, ultimately into characters, which have no longer match.
+further, ultimately into single characters, for which no longer match is possible.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class BatchRunner:
             await asyncio.gather(working, keeping, return_exceptions=True)
 
     async def _drive(self, lease: Lease) -> None:
-        """Run a batch to its end, whatever its current state."""
+        """Run a batch to its end from any state."""
         try:
             _, batch = await self._batches.get(lease.owner, lease.batch_id)
         except NotFoundError:

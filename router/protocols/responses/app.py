@@ -185,7 +185,7 @@ class ResponsesApi:
         items: list[Item] = []
         known: set[object] = set()
         for index, item in enumerate(stored.job.items):
-            # A client may repeat an item with its id, but a page begins after one item.
+            # A client may send an item twice with the same id, but ids must be unique for paging.
             item_id = item.get("id")
             item_id = item_id if item_id and item_id not in known else f"msg_{own}_in_{index}"
             known.add(item_id)
