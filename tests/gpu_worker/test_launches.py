@@ -1,5 +1,4 @@
-"""The operations of each layer of a decode step on a GPU, each of which is one launch, and the graphs of models with
-experts.
+"""The operations in each layer of a decode step on a GPU (one launch each), and the graphs of models with experts.
 
 PyTorch's operations compute the results.
 """

@@ -144,7 +144,9 @@ _CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", _CALLS)
 def test_an_epoch_ends_with_the_first_message_that_cannot_be_sent(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the scheduler would wait for it; as when the socket's queue is full, the connection remains open."""
+    """Otherwise the scheduler would wait for it. The connection remains open, as it does when the socket's queue is
+    full.
+    """
     send, refused = zmq.Socket.send, list[str]()
 
     def send_or_refuse(dealer: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
