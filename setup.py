@@ -2,9 +2,10 @@
 
 In a checkout `router`, `scheduler` and the others are imported by these names. An installation must not take such names
 in site-packages, so there they are `midstream.router`, `midstream.scheduler`, and so on: folders are mapped here, and
-imports rewritten. An editable installation stays as the checkout is.
+imports rewritten. An editable installation uses the checkout unchanged.
 
-MIDSTREAM_WHEEL_KERNELS=1 compiles the CPU kernels into the wheel, which is then of this platform (`make wheel`).
+MIDSTREAM_WHEEL_KERNELS=1 compiles the CPU kernels into the wheel, which is then specific to this platform (`make
+wheel`).
 """
 
 import os
@@ -30,18 +31,19 @@ _FULL_NAME = re.compile(r"(?<![\w./\"])protos\.(?=\w+_pb2)")
 
 
 def rewrite_imports(source: str, name: str) -> str:
-    """Return a module's source with imports of our top-level packages as ones of the package midstream."""
+    """Return a module's source with imports of our top-level packages rewritten to imports from midstream."""
     if name.endswith(".pyi"):
         return _FROM.sub(r"\1from midstream.\2\3", _FULL_NAME.sub("midstream.protos.", source))
     if _IMPORT_MODULE.search(source):
         raise SystemExit(
-            f"{name}: `import PACKAGE.MODULE` of ours cannot be rewritten; use `from PACKAGE import MODULE`"
+            f"{name}: `import PACKAGE.MODULE` of one of our packages cannot be rewritten; use `from PACKAGE import "
+            "MODULE`"
         )
     return _IMPORT.sub(r"\1from midstream import \2", _FROM.sub(r"\1from midstream.\2\3", source))
 
 
 class BuildPackages(build_py):
-    """Copies packages, rewrites their imports, and compiles the kernels where the wheel shall have them."""
+    """Copies packages, rewrites their imports, and compiles the kernels if the wheel is to contain them."""
 
     def run(self):
         """Build."""
@@ -62,7 +64,7 @@ class BuildPackages(build_py):
 
 
 class WheelOfAnyPython(bdist_wheel):
-    """The kernels are called through ctypes: they need this platform, and no particular Python."""
+    """The kernels are called through ctypes, so they depend on the platform but not on the version of Python."""
 
     def get_tag(self):
         """Return the wheel's tags."""
@@ -71,7 +73,7 @@ class WheelOfAnyPython(bdist_wheel):
 
 
 class PlatformDistribution(Distribution):
-    """A distribution with machine code in it."""
+    """A distribution that contains machine code."""
 
     def has_ext_modules(self):
         """Return whether there is machine code."""
@@ -79,7 +81,7 @@ class PlatformDistribution(Distribution):
 
 
 def installed_name(package: str) -> str:
-    """Return what a folder of the repository is called in an installation."""
+    """Return the name that a folder of the repository has in an installation."""
     return package if package.partition(".")[0] == "midstream" else f"midstream.{package}"
 
 

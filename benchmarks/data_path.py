@@ -3,7 +3,7 @@ single,fake] [--rounds 5]`.
 
 Starts the services of this checkout, and of the one at PATH (with its own .venv), and sends the same load to each in
 turn. Prints the best and the median of the rounds, and the median of the ratios taken within a round. Per token, it
-prints CPU time in microseconds, and how often a component's threads went to sleep; beside these, the share of CPU time
+prints CPU time in microseconds, and how often a component's threads went to sleep; next to these, the share of CPU time
 in the kernel. The load comes from `benchmarks/load/client.cpp`, which is compiled here (needs g++) and takes a few
 microseconds per message.
 
@@ -122,7 +122,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Counted:
-    """What the kernel has counted for each component: ticks in user and in kernel mode, and voluntary switches."""
+    """The kernel's counters for each component: ticks in user and in kernel mode, and voluntary switches."""
 
     parts: dict[str, tuple[int, int, int]]
     pids: dict[str, int]
@@ -142,7 +142,7 @@ class Counted:
         return cls(parts, pids)
 
     def until_now(self, num_tokens: float) -> Figures:
-        """Return each component's share of CPU time in the kernel, and its switches per token, since then."""
+        """Return each component's share of CPU time in the kernel, and its switches per token, since this snapshot."""
         figures: Figures = {}
         for name, after in Counted.of(self.pids).parts.items():
             user, kernel, switches = (now - then for now, then in zip(after, self.parts[name], strict=True))
@@ -340,7 +340,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="single,paced,fake,short,sse,many", help=f"Of {','.join(ROWS)}.")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--baseline", type=Path, help="Path of another checkout, measured in turn with this one.")
+    parser.add_argument("--baseline", type=Path, help="Path of another checkout, measured alternately with this one.")
     parser.add_argument(
         "--flags", default="", help="Additional flags for this checkout's scheduler, detokenizer and router."
     )

@@ -66,7 +66,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-outputs", type=int, default=1536)
     parser.add_argument(
-        "--num-inputs", type=int, help="[576; 768 with --compare, since some formats need a multiple of 256]"
+        "--num-inputs",
+        type=int,
+        help="Number of inputs. [576; 768 with --compare, since some formats need a multiple of 256]",
     )
     parser.add_argument("--num-rows", type=int, nargs="+", default=NUM_ROWS)
     parser.add_argument("--seconds", type=float, default=0.5, help="Seconds spent on each measurement. [0.5]")

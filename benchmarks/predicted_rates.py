@@ -174,7 +174,7 @@ def _count_multiplies(instructions: Iterable[str]) -> int:
 
 
 def replaced(instructions: Iterable[str], processor: str) -> list[str]:
-    """Return the instructions with those replaced that LLVM's models of AMD's processors describe wrongly."""
+    """Return the instructions, replacing those that LLVM's models of AMD's processors describe wrongly."""
     return [_replaced(text, processor) for text in instructions]
 
 

@@ -125,7 +125,7 @@ def section(
     num_rounds = len({it.round for it in measurements})
     load = max((it.load for it in measurements), default=0.0)
     parts = [
-        f"{describe_machine()}. {num_rounds} rounds; in each, all ran every workload in turn, on the same tokens.",
+        f"{describe_machine()}. {num_rounds} rounds; in each, peers ran every workload in turn, on the same tokens.",
     ]
     if load > BUSY_CORES:
         parts.append(

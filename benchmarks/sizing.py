@@ -105,8 +105,8 @@ def main() -> None:
         default=model.generation_row_us,
         help="Cost of a generating row in microseconds.",
     )
-    add("--first-token-ms", type=float, default=500.0, help="Goal of the 95th percentile.")
-    add("--between-tokens-ms", type=float, default=50.0, help="Goal of the 95th percentile.")
+    add("--first-token-ms", type=float, default=500.0, help="Target for the 95th percentile.")
+    add("--between-tokens-ms", type=float, default=50.0, help="Target for the 95th percentile.")
     add("--router-us", type=float, default=46.0, help="CPU time per token in routers, in microseconds.")
     add("--scheduler-us", type=float, default=20.0, help="CPU time per token in the scheduler, in microseconds.")
     add("--detokenizer-us", type=float, default=11.0, help="CPU time per token in detokenizers, in microseconds.")

@@ -78,7 +78,7 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
         return stream.feed_number in self._streams
 
     def send_stop(self, stream: OutputStream, sequence_index: int, num_tokens: int, stop_word: str) -> None:
-        """Tell the scheduler where a sequence ends; if the feed reconnects, the stream sends it again."""
+        """Tell the scheduler where a sequence ends; the stream repeats this if the feed reconnects."""
         stop = pb.FeedStop(
             stream=stream.feed_number, sequence_index=sequence_index, num_tokens=num_tokens, stop_word=stop_word
         )

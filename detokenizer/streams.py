@@ -25,8 +25,8 @@ from protos import detokenizer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-# Maximum bytes of one sequence's tensors in a message to the router, and of all chunks in it, of which the last one may
-# exceed that.
+# Maximum bytes of one sequence's tensors in a message to the router, and of all its chunks together; the last chunk may
+# exceed this limit.
 MAX_TENSOR_BYTES = 8 << 20
 MAX_BATCH_BYTES = 8 << 20
 
@@ -359,7 +359,7 @@ class RouterConnection:
         self._ready: dict[int, OutputStream] = {}
 
     def mark_ready(self, stream: OutputStream) -> None:
-        """Note that a stream has output to send."""
+        """Record that a stream has output to send."""
         if not self._ready:  # otherwise `collect` will be called anyway
             self._wake()
         self._ready[stream.number] = stream

@@ -30,7 +30,7 @@ def main() -> int:
         ranks = Ranks.from_environment(config, os.environ)
         folder = open_model_folder(config.model)
         logging.getLogger(__name__).info("importing torch")
-        gc.disable()  # otherwise collections would take a tenth of the time, because of the new classes
+        gc.disable()  # otherwise garbage collections of the new classes would take a tenth of the start-up time
         from gpu_worker.worker import Worker  # imported here, because torch takes seconds to import
 
         gc.enable()

@@ -224,7 +224,7 @@ class GraphDecoder:
         Args:
             make_recorder: Factory of graph recorders; None means that all steps run eagerly.
             may_fail: Whether to run all steps eagerly if they cannot be recorded, instead of raising the error.
-            adapts_experts: Whether LoRA adapters of experts are supported, which get graphs of their own.
+            adapts_experts: Whether LoRA adapters of experts are supported, which get their own graphs.
             share: Broadcasts a tensor from rank 0, which samples, to the other ranks that embed tokens; None if there
                 are none.
         """

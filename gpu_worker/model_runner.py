@@ -88,7 +88,7 @@ class Launched:
 
     @property
     def is_silent(self) -> bool:
-        """Return whether only waiting for the output shows that it is ready."""
+        """Return whether the only way to find out if the output is ready is to wait for it."""
         return self.open_pass is not None and self.output is None
 
     def is_needed_by(self, changed: IntArray, run: IntArray) -> bool:
@@ -504,7 +504,7 @@ class ModelRunner:
 
     def _take_blocks(self, num_blocks: int, store: KvStore | None = None) -> None:
         model, tokens_per_block = self.model, self._config.tokens_per_block
-        # A GPU may not have room for the warm-up's pools beside the others.
+        # A GPU may not have room for the warm-up's pools in addition to the others.
         for pool in self._pools:
             pool.release()
         empty_cache(model.device)
@@ -573,11 +573,12 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
         if not path:
             raise ConfigError("requires shared_kv_folder", field=setting)
     if config.host_kv_bytes:
-        # Beside the host tier, the folder may hold pools, which must be private. If this fails, opening the tier fails.
+        # Apart from the host tier, the folder may hold pools, which must be private. If this fails, opening the tier
+        # fails as well.
         with contextlib.suppress(OSError):
             Path(config.shared_kv_folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     kind = block_kind(config, folder, model)
-    # Blocks in host memory leave the space that the pools of workers beside them will need.
+    # Blocks in host memory must leave enough space for the workers' pools in the same memory.
     more: dict[str, dict[str, Any]] = {
         "host": {"unused_s": UNUSED_HOST_S, "free_bytes": partial(free_bytes, Path(config.shared_kv_folder))},
         "disk": {"max_bytes_per_s": config.disk_kv_bytes_per_s},

@@ -76,7 +76,7 @@ def refusal_of_types(case: AttentionCase) -> str | None:
 def refusal_of_blocks(case: AttentionCase, multiple: int) -> str | None:
     """Return the unmet requirement of kernels whose blocks are multiples of `multiple` tokens; None if it is met.
 
-    Smaller blocks are met by `join_blocks`, whose copies only pay if the arithmetic of many queries hides them.
+    `join_blocks` handles smaller blocks, but its copies only pay off if there are enough queries for each key.
     """
     if case.block_size % multiple == 0:
         return None
@@ -116,12 +116,12 @@ def split_blocks(caches: tuple[Tensor, Tensor], block_tables: Tensor, size: int)
 
 @functools.cache
 def _count(number: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the numbers below `number`; the first call must not be recorded."""
+    """Return the integers from 0 to `number` - 1; the first call must not be recorded."""
     return torch.arange(number, dtype=dtype, device=device)
 
 
 def starts_of(lengths: Tensor) -> Tensor:
-    """Return where each of the sequences of these int32 lengths starts, one after another, and where the last ends."""
+    """Return the start of each sequence, given their int32 lengths, and the end of the last one."""
     starts = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
     torch.cumsum(lengths, 0, out=starts[1:])
     return starts

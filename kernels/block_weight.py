@@ -79,7 +79,7 @@ class BlockWeight:
 
 @functools.cache
 def _float4_levels(device: torch.device) -> Tensor:
-    """Return what each code stands for; the copy to the device, which cannot be recorded, is made once."""
+    """Return the value of each code; the copy to the device, which cannot be recorded, is made once."""
     return torch.tensor(MXFP4_LEVELS, dtype=torch.float32, device=device)
 
 

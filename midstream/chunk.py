@@ -13,7 +13,7 @@ from protos import scheduler_pb2
 
 
 class FinishReason(enum.StrEnum):
-    """The reason why a sequence or request ended."""
+    """Why a sequence or request ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -23,7 +23,7 @@ class FinishReason(enum.StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        """Whether the output is incomplete, so that an error follows it."""
+        """Whether the output is incomplete, in which case an error follows."""
         return self in (FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.ERROR)
 
 

@@ -12,7 +12,7 @@ from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig, l
 from midstream.errors import ExecutionError, MidstreamError
 from midstream.telemetry import configure_logging
 
-# New objects per collection of generation 0, and its collections per collection of generation 1, which looks at up to
+# New objects per collection of generation 0, and its collections per collection of generation 1, which examines up to
 # three times as many objects and takes up to 25 ms.
 _YOUNG_OBJECTS, _YOUNG_COLLECTIONS = 5_000, 2
 # A full collection is due when the memory blocks allocated since the start have grown by this share and by this number
@@ -51,7 +51,7 @@ def tune_collector(min_growth: int = _MIN_GROWTH) -> None:
     With Python's defaults, collections take 6 to 8% of the CPU time of a scheduler and a router that serve many short
     requests. If only the first threshold is raised, collections of generation 1 stop a busy router for up to 96 ms.
 
-    A full collection looks at every object, for example those of the finished requests that a scheduler keeps (150 ms
+    A full collection examines every object, for example those of the finished requests that a scheduler keeps (150 ms
     for 8,000 of them). These are not in reference cycles, so their memory is freed without the collector. Others may
     be, such as exceptions, and let the process grow. A full collection therefore runs only once it has grown, and soon
     enough that freeing what it finds takes no longer than 50 ms.

@@ -150,7 +150,9 @@ def set_up(venv: Path, root: Path) -> None:
 
 @contextmanager
 def _compiling(root: Path) -> Iterator[None]:
-    """Compile the kernels in the background, which needs no packages; the kernels' step waits and shows failures."""
+    """Compile the kernels in the background, since this needs no packages; a later step waits for the result and shows
+    failures.
+    """
     command = [sys.executable, "-P", str(root / "kernels" / "build.py"), "--here"]
     quiet = subprocess.DEVNULL
     with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, env=_environment()) as process:

@@ -131,8 +131,8 @@ class EncodeImageResponse(google.protobuf.message.Message):
     EMBEDDINGS_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
     text: builtins.str
-    """What replaces the image's placeholder in a prompt: contains the model's image token num_tokens times, which stands
-    for the rows of embeddings.
+    """The text that replaces the image's placeholder in a prompt: it contains the model's image token num_tokens times,
+    which stands for the rows of embeddings.
     """
     @property
     def embeddings(self) -> protos.generation_pb2.Tensor:
@@ -256,8 +256,8 @@ class FeedHello(google.protobuf.message.Message):
     detokenizer_id: builtins.str
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """What this detokenizer can do beyond the first version of this protocol. `prompt_alone`: return outputs of the prompt
-        without any output token (max_tokens 0); other requests need no feature.
+        """Features of this detokenizer beyond the first version of this protocol. `prompt_alone`: return outputs of the
+        prompt without any output token (max_tokens 0); other requests need no feature.
         """
 
     def __init__(

@@ -540,7 +540,7 @@ global___RouterStatus = RouterStatus
 
 @typing.final
 class ClientUsage(google.protobuf.message.Message):
-    """What one client has used at one router."""
+    """The usage of one client at one router."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -675,7 +675,7 @@ class DurationCounts(google.protobuf.message.Message):
     COUNTS_FIELD_NUMBER: builtins.int
     @property
     def bounds_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Upper bounds in milliseconds; one more bucket is above the last."""
+        """Upper bounds of the buckets in milliseconds; a last bucket has no upper bound."""
 
     @property
     def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...

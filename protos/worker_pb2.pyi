@@ -203,7 +203,7 @@ class Register(google.protobuf.message.Message):
     cannot.
     """
     num_micro_batches: builtins.int
-    """Number of steps without common sequences that the worker computes at the same time, one per pipeline stage. 0: 1."""
+    """Number of steps without common sequences that the worker computes at once, one per pipeline stage. 0 means 1."""
     block_kind: builtins.str
     """Identifies everything besides the tokens that determines a block's bits: model, settings, code, instruction set.
     Workers fetch blocks only from workers of the same kind. Empty if unknown, as from older workers.
@@ -452,7 +452,7 @@ class Heartbeat(google.protobuf.message.Message):
     @property
     def stored_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Hashes of blocks added to and removed from the tiers since the registration or the last heartbeat. If a heartbeat
-        is lost, a block that could be fetched is recomputed, or a removed block is looked up in vain.
+        is lost, a block that could be fetched is recomputed, or a removed block is looked up unsuccessfully.
         """
 
     @property

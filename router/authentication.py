@@ -53,7 +53,7 @@ _EntryT = TypeVar("_EntryT")
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a client may use; 0 means no limit. Quotas are enforced in router/pipeline/quotas.py.
+    """The limits of a client; 0 means no limit. They are enforced in router/pipeline/quotas.py.
 
     Attributes:
         priority: Maximum priority of its requests; None means no limit.
@@ -101,7 +101,7 @@ class Caller:
 
     def salt(self, cache_salt: str) -> str:
         """Return the cache salt that separates an authenticated caller's prefixes from those of all other callers."""
-        if self.is_authenticated or _INNER_ID.fullmatch(cache_salt):  # may be an authenticated caller's
+        if self.is_authenticated or _INNER_ID.fullmatch(cache_salt):  # could equal the salt of an authenticated caller
             return f"{cache_salt}@{self._digest()}"
         return cache_salt
 
@@ -116,7 +116,7 @@ class Caller:
 
 
 NO_CERTIFICATE = PeerCertificate()
-# The caller outside of calls, where nothing is authenticated.
+# The caller outside of any call, which is not authenticated.
 _NOBODY = Caller()
 current_caller: ContextVar[Caller] = ContextVar("current_caller", default=_NOBODY)
 
@@ -166,7 +166,7 @@ class _WatchedFile(ABC, Generic[_EntryT]):
             lines = self._path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             if isinstance(error, OSError):
-                self._signature = ()  # try again, since the only reason may be too many open files
+                self._signature = ()  # try again, since the failure may be due only to too many open files
             raise ConfigError(f"cannot be read: {error}", field=self.field) from None
         entries: dict[bytes, _EntryT] = {}
         for number, line in enumerate(lines, 1):
@@ -206,7 +206,7 @@ class TokenFile(_WatchedFile[tuple[str, _Grant]]):
         return None if found is None else Caller(found[0], True, *found[1])
 
     def client(self, name: str) -> Caller | None:
-        """Return a client by name, with the roles and quota of its first token; None if no token names it."""
+        """Return a client by name, with the roles and quota of its first token; None if it has no token."""
         grants = [grant for known, grant in self.entries().values() if known == name]
         return Caller(name, True, *grants[0]) if grants else None
 
@@ -359,7 +359,9 @@ class Authenticator:
         name = next(iter(certificate.common_names), "") if self._by_certificate else ""
         if self._by_certificate and (name or not is_anonymous_enough):
             if certificate.is_of_a_part:
-                raise UnauthenticatedError("the certificate belongs to a service; a client must use one of its own")
+                raise UnauthenticatedError(
+                    "the certificate belongs to a service; a client must use its own certificate"
+                )
             if not 0 < len(name) <= _MAX_CLIENT_ID:
                 raise UnauthenticatedError("a client certificate with a common name is required")
             roles, quota = self._roles.grant_of(name) if self._roles is not None else (DEFAULT_ROLES, Quota())

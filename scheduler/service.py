@@ -376,7 +376,7 @@ def make_journal(
 def _file_store(config: SchedulerConfig, path: Path) -> Store:
     """Return the store of a journal on this machine's disk.
 
-    A log takes over the contents of a SQLite journal at its path or beside it, with the suffix `.sqlite`.
+    A log takes over the contents of a SQLite journal at its path or next to it, with the suffix `.sqlite`.
     """
     if config.journal == "sqlite":
         if path.is_dir():
@@ -393,7 +393,7 @@ def _file_store(config: SchedulerConfig, path: Path) -> Store:
 def _beside(path: Path, suffix: str) -> Path:
     """Return the path of another file of the journal at `path`.
 
-    Only suffixes that mean a journal are replaced, so that journals such as `10.0.0.1` and `10.0.0.2` share no file.
+    Only known suffixes of journals are replaced, so that journals such as `10.0.0.1` and `10.0.0.2` share no file.
     """
     if path.suffix in (".journal", ".sqlite"):
         return path.with_suffix(suffix)

@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     # Without this, idle processes would wait for long tests that are assigned last.
     ranks = {name: rank for rank, name in enumerate((_SERVICE, _PROCESSES, *_LONG))}
-    # A group runs in the order of its list: the fault tests begin with the one that needs a young journal.
+    # A group runs in the order of its list: the fault tests begin with the one that needs a new journal.
     order = {file: place for place, file in enumerate(_GROUPS)}
 
     def place_of(item: pytest.Item) -> tuple[int, int]:
@@ -99,7 +99,7 @@ def pytest_collection() -> Iterator[None]:
     """Let the first of several processes collect alone: after an installation it compiles thousands of modules, which
     the other processes would otherwise compile at the same time.
 
-    Hardly any of the millions of objects that are made meanwhile is garbage, so none is collected.
+    Hardly any of the millions of objects that are created meanwhile are garbage, so collection is disabled.
     """
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Lets Triton's interpreter spend less time on what has no effect on the results of kernels.
+"""Makes Triton's interpreter skip work that has no effect on the results of kernels.
 
 This uses private names of the pinned version of Triton.
 """

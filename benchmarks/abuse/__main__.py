@@ -7,9 +7,9 @@ with the second token (abuses.py). That process runs at a lower priority, so tha
 not measured. Prints the times to the first token alone and under each abuse, their ratios, the probe's errors, and the
 CPU time of each component per request of the abuser.
 
-Where the abuser's requests are computed, the probe also runs beside as many ordinary requests, to which the abuser is
-entitled. An abuse passes if the 99th percentile is at most three times that of the probe alone or that beside the
-ordinary requests.
+If the abuser's requests are computed, the probe also runs alongside the same number of ordinary requests, to which the
+abuser is entitled. An abuse passes if the 99th percentile is at most three times that of the probe alone or alongside
+the ordinary requests.
 
 The worker has no model, and each step takes --step-ms; with --real it has the embedded model.
 """
@@ -51,7 +51,7 @@ class Result:
     Attributes:
         abuser: Number of requests of the abuser by outcome.
         ordinary: The same for the ordinary requests.
-        cpu_s: CPU seconds of each component under abusive load, and beside the ordinary requests.
+        cpu_s: CPU seconds of each component under abusive load, and alongside the ordinary requests.
         router_mb: Largest resident memory of the router at the end of a round.
         probe_late_s: Largest scheduling delay of the probe itself, caused by the machine.
     """
@@ -76,9 +76,9 @@ def quantile(times_s: list[float], part: float) -> float:
 def main() -> int:
     """Run the rounds; fail if the probe had an error or its p99 more than tripled."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"Of {', '.join(ABUSES)}. [all]")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"Abuses to run: {', '.join(ABUSES)}. [all]")
     parser.add_argument("--rounds", type=int, default=2, help="Rounds of each abuse: alone, then under abuse. [2]")
-    parser.add_argument("--seconds", type=float, default=5.0, help="Seconds of each half of a round. [5]")
+    parser.add_argument("--seconds", type=float, default=5.0, help="Duration of each half of a round, in seconds. [5]")
     parser.add_argument("--real", dest="fake", action="store_false", help="Use a worker with the embedded model.")
     parser.add_argument("--step-ms", type=float, default=20.0, help="Duration of a step without a model, in ms. [20]")
     arguments = parser.parse_args()

@@ -531,7 +531,7 @@ def _generate(at_once: int, num_prompt_tokens: int, max_tokens: int) -> Callable
     return lambda abuser: abuser.flood(at_once, lambda: abuser.generate(abuser.request(num_prompt_tokens, max_tokens)))
 
 
-# As many ordinary requests as the service computes of an abuse at once, to which a client is entitled.
+# For each abuse, the same number of ordinary requests, to which a client is entitled, as the service computes at once.
 AS_ORDINARY: dict[str, Callable[[Abuser], Awaitable[None]]] = {
     "full-queue": _generate(256, 16, 200),
     "stop-words": _generate(64, 16, 200),

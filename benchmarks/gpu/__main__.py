@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = [name for name in options.parts.split(",") if name] or list(PARTS)
     unknown = sorted(set(names) - set(PARTS))
     if unknown:
-        parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(PARTS)}")
+        parser.error(f"unknown part: {', '.join(unknown)}; the parts are {', '.join(PARTS)}")
     report = Report(options.budget_s)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)

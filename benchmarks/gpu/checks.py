@@ -269,7 +269,7 @@ def _check_experts(report: Report, x: Tensor, dtype: torch.dtype) -> None:
     rows, inner = x.shape
     weight = torch.randn(5, 72, inner).to(x.device, dtype)
     experts = torch.randint(0, 5, (2 * rows,), dtype=torch.int32, device=x.device)
-    experts[experts == 3] = 1  # no row has this one
+    experts[experts == 3] = 1  # no row uses this one
     product = operations.grouped_linear(x, weight, experts, num_repeats=2)
     error = exact.error(product, exact.grouped_linear(x, weight, experts, None, 2))
     report.error(f"experts, {_name(dtype)}", error, LIMITS[dtype])

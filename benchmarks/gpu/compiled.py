@@ -550,7 +550,13 @@ CASES |= {
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.compiled")
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--capability", type=int, choices=CAPABILITIES, action="append", help="may be repeated [90]")
+    parser.add_argument(
+        "--capability",
+        type=int,
+        choices=CAPABILITIES,
+        action="append",
+        help="compute capability times ten; may be repeated [90]",
+    )
     parser.add_argument(
         "--check", action="store_true", help="print the cases that compiled.jsonl lacks, and differences"
     )

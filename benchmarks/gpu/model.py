@@ -168,7 +168,7 @@ def random_decoder(
 
 
 def weight_bytes(d: DecoderDescription, bytes_each: int) -> int:
-    """Return the bytes that a step must read: all matrices except the embedding table, of which it reads only a few
+    """Return the bytes that a step must read: all matrices except the embedding table, since it reads only a few of its
     rows.
     """
     heads = (2 * d.num_heads + 2 * d.num_kv_heads) * d.head_dim

@@ -55,7 +55,7 @@ _SAMPLINGS = {
     "log probabilities": SamplingParams(temperature=0.0, log_probs=5),
 }
 _PROMPT = 64
-# Sequences for which a step over a long context has room, and drafts of each row.
+# Number of sequences that fit in a step over a long context, and number of drafts per row.
 _LONG_ROWS, _NUM_DRAFTS = 8, 4
 # Number of kernels in a profile.
 _MOST_KERNELS = 8
@@ -117,7 +117,7 @@ class Bench:
     """A runner with a model of random weights, and the functions that run its steps."""
 
     def __init__(self, size: Sizes, batch_size: int, tokens_each: int, runner: ModelRunner | None = None) -> None:
-        """Use a runner made with `settings_of`; None means that one is made."""
+        """Use a runner made with `settings_of`; None creates one."""
         self.size = size
         self.blocks_each = -(-tokens_each // TOKENS_PER_BLOCK)
         self.runner = runner or random_runner(

@@ -4,10 +4,10 @@ Each system gets the same requests: once undisturbed, then once per row with the
 times while requests run. Processes that end are restarted at once. A row shows how many requests completed, how many of
 these have the same output as the undisturbed run, and the longest pauses.
 
-The wheels of the peers are installed by `make bench-peers`. Two need separate environments, whose Pythons are passed as
---gateway-python and --dynamo-python: `pip install sglang-router`; and the peers' vLLM with `pip install --no-deps
-ai-dynamo ai-dynamo-runtime` and `pip install redis 'kubernetes<33' 'prometheus-client<1' zstandard`. The table is in
-docs/reliability.md; --raw stores the rows as JSON.
+The wheels of the peers are installed by `make bench-peers`. Two need separate environments, whose interpreters are
+passed as --gateway-python and --dynamo-python: `pip install sglang-router`; and the peers' vLLM with `pip install
+--no-deps ai-dynamo ai-dynamo-runtime` and `pip install redis 'kubernetes<33' 'prometheus-client<1' zstandard`. The
+table is in docs/reliability.md; --raw stores the rows as JSON.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ Row = dict[str, object]
 def main() -> int:
     """Run the systems one after another; fail if one of our rows is incomplete."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("systems", nargs="*", metavar="SYSTEM", help="midstream, vllm, gateway, dynamo. [midstream]")
+    parser.add_argument(
+        "systems", nargs="*", metavar="SYSTEM", help="Systems to compare: midstream, vllm, gateway, dynamo. [midstream]"
+    )
     parser.add_argument("--rows", default="", help="Names of rows, comma-separated. [all]")
-    parser.add_argument("--requests", type=int, default=800, help="Per row. [800]")
+    parser.add_argument("--requests", type=int, default=800, help="Number of requests per row. [800]")
     parser.add_argument("--at-once", type=int, default=32, help="Number of concurrent requests. [32]")
     parser.add_argument("--faults", type=int, default=5, help="Number of faults per row. [5]")
     parser.add_argument("--tokens", type=int, default=64, help="Output tokens per request. [64]")

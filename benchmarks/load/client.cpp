@@ -2,10 +2,10 @@
 //
 // client grpc|sse HOST PORT CONNECTIONS CONCURRENCY TOKENS BODIES_FILE
 //
-// BODIES_FILE holds request bodies, each behind its length (32 bits, little endian): GenerateRequest messages, or JSON
-// for POST /v1/completions. Every body is sent once, CONCURRENCY at a time. A request fails unless it returns exactly
-// TOKENS tokens and ends regularly. Prints one JSON object. HTTP/2 is spoken over plain text, and only as far as a
-// well-behaved server needs: no HPACK decoding (a status other than OK shows as missing tokens) and no padding.
+// BODIES_FILE holds request bodies, each preceded by its length (32 bits, little endian): GenerateRequest messages, or
+// JSON for POST /v1/completions. Every body is sent once, CONCURRENCY at a time. A request fails unless it returns
+// exactly TOKENS tokens and ends regularly. Prints one JSON object. HTTP/2 is spoken over plain text, and only as far
+// as a well-behaved server needs: no HPACK decoding (a status other than OK shows as missing tokens) and no padding.
 #include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>

@@ -75,7 +75,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="Use shorter workloads and fewer peers; takes ten minutes."
     )
-    parser.add_argument("--rounds", type=int, default=7, help="At most. [7]")
+    parser.add_argument("--rounds", type=int, default=7, help="Maximum number of rounds. [7]")
     parser.add_argument(
         "--minutes",
         type=float,

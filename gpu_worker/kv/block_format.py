@@ -40,7 +40,8 @@ def seal(header: bytes, value: int, contents: Bytes) -> int:
     """Return a short checksum of a block in a pool: CRC-32 of header and contents, and half of the block's hash.
 
     It fits in one word, so that a process that is killed cannot leave half of it, and takes a fifth of the time of
-    `checksum`. It need not hold against anyone who could write to the pool: they could compute it as well.
+    `checksum`. It does not protect against a process that can write to the pool, since that process could compute it as
+    well.
     """
     return half_hash(value) << 32 | zlib.crc32(contents.data, zlib.crc32(header))
 

@@ -1,7 +1,7 @@
 """A KV pool in device memory, with copies of single blocks to the host and back.
 
-Copies to the host have their own stream, so they run beside steps. Copies to the device are queued after the steps
-already launched, and before those that use the blocks.
+Copies to the host have their own stream, so they run concurrently with steps. Copies to the device are queued after the
+steps already launched, and before those that use the blocks.
 """
 
 from __future__ import annotations

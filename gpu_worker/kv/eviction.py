@@ -15,7 +15,7 @@ _FOREVER_NS = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A priority, and until when it holds: nanoseconds since the Unix epoch; by default until the block is evicted."""
+    """A priority, and when it ends in nanoseconds since the Unix epoch; by default, when the block is evicted."""
 
     priority: int
     until_ns: int = _FOREVER_NS
@@ -25,7 +25,7 @@ class Retention:
         return self.until_ns <= now_ns
 
     def raised(self, other: Retention) -> Retention:
-        """Return the one with the higher priority or, if equal, the later end."""
+        """Return the retention with the higher priority or, if equal, the later end."""
         return max(self, other, key=lambda item: (item.priority, item.until_ns))
 
 
@@ -39,7 +39,7 @@ class EvictionOrder:
         # Priority -> blocks, least recently used first; no entry is empty.
         self._blocks: dict[int, OrderedDict[int, None]] = {}
         self._retentions: dict[int, Retention] = {}
-        self._ends: list[tuple[int, int]] = []  # ends of retentions; may contain past ones
+        self._ends: list[tuple[int, int]] = []  # end times of retentions; may include outdated ones
 
     def __len__(self) -> int:
         return len(self._retentions)
@@ -51,23 +51,23 @@ class EvictionOrder:
         return iter(self._retentions)
 
     def retention(self, value: int) -> Retention | None:
-        """Return the retention of a block; None if it is not among these."""
+        """Return the retention of a block; None if the block is unknown."""
         return self._retentions.get(value)
 
     def add(self, value: int, retention: Retention = DEFAULT_RETENTION) -> None:
-        """Add a block, or move it to the end of its priority; this replaces its retention."""
+        """Add a block, or move it to the end of its priority's queue; this replaces its retention."""
         self.remove(value)
         self._retentions[value] = retention
         self._blocks.setdefault(retention.priority, OrderedDict())[value] = None
         if retention.until_ns != _FOREVER_NS:
             heapq.heappush(self._ends, (retention.until_ns, value))
-            if len(self._ends) > 2 * len(self) + 64:  # most belong to retentions that were replaced
+            if len(self._ends) > 2 * len(self) + 64:  # most entries belong to retentions that were replaced
                 kept = self._retentions.items()
                 self._ends = [(item.until_ns, value) for value, item in kept if item.until_ns != _FOREVER_NS]
                 heapq.heapify(self._ends)
 
     def use(self, value: int) -> None:
-        """Mark a block, if it is among these, as the most recently used of its priority."""
+        """Mark a block, if it is known, as the most recently used of its priority."""
         retention = self._retentions.get(value)
         if retention is not None:
             self._blocks[retention.priority].move_to_end(value)

@@ -5,8 +5,8 @@ A worker holds a lock on its file, which the kernel releases when the process en
 process reads it. KeptBlocks guarantees that the hashes are valid at any moment. A seal is a checksum that a thread
 computes once a block is full; blocks of a dead worker without a valid one are not used, because whatever killed the
 worker may have changed them. The file name encodes the kind of its blocks; blocks of one kind and hash are
-bit-identical whoever computes them, so a copied block equals a computed one. Files of dead workers are removed after a
-while.
+bit-identical whichever worker computes them, so a copied block equals a computed one. Files of dead workers are removed
+after a while.
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ def free_bytes(folder: Path) -> int:
     """Return the number of free bytes in a folder that are not reserved for the pools of live workers."""
     room = shutil.disk_usage(folder).free
     for path in _pools(folder):
-        with contextlib.suppress(FileNotFoundError):  # its worker has removed it
+        with contextlib.suppress(FileNotFoundError):  # removed by its worker
             if not _is_left(path):
                 status = path.stat()
                 room -= max(0, status.st_size - status.st_blocks * 512)

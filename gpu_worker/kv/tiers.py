@@ -9,7 +9,7 @@ Workers of one kind on a host share the folders without locks: files are written
 block's contents are identical whichever worker computed them, and a reader keeps a file open after another process
 removes it. The index may be out of date for some seconds, which costs a miss or a redundant write.
 
-If a request asked to keep a block longer or shorter than others, an empty file beside it is named after the block's
+If a request asked to keep a block longer or shorter than others, an empty file next to it is named after the block's
 hash, priority and the time until which this holds, in nanoseconds since the Unix epoch.
 
 A separate thread stores blocks when they are full, so steps do not wait for it and blocks are stored before the pool
@@ -453,7 +453,7 @@ class KvTiers:
             self._wake.notify()
 
     def receive(self, step: worker_pb2.StepBatch) -> None:
-        """Note the retentions and the blocks to read ahead of a received step. Must be called before the step runs."""
+        """Record a received step's retentions and the blocks to read ahead for it. Call this before the step runs."""
         if step.ahead_hashes and self._reader.is_alive():
             with self._wake_reader:
                 for value in step.ahead_hashes[: self._max_held]:

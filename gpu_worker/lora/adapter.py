@@ -75,7 +75,7 @@ class Adapter:
 
     @property
     def host_bytes(self) -> int:
-        """Number of bytes that the adapter takes on the host."""
+        """Size of the adapter in host memory, in bytes."""
         tensors = [tensor for pairs in self.layers for pair in pairs.values() for tensor in (pair.a, pair.b)]
         if self.prompt_table is not None:
             tensors.append(self.prompt_table)
@@ -84,7 +84,7 @@ class Adapter:
         return sum(tensor.nbytes for tensor in tensors)
 
     def device_bytes(self, element_bytes: int) -> int:
-        """Return the number of bytes of the adapter's pairs on the device, at `element_bytes` per element."""
+        """Return the size of the adapter's pairs on the device in bytes, at `element_bytes` per element."""
         pairs = [pair for layer in self.layers for pair in layer.values()]
         rows = (padded_rank(pair.rank) * (pair.a.numel() + pair.b.numel()) // pair.rank for pair in pairs)
         return sum(rows) * element_bytes
@@ -214,7 +214,9 @@ def zero_adapter(description: DecoderDescription, *, of_experts: bool = False) -
 
 
 def module_paths(description: DecoderDescription) -> dict[str, tuple[str, ...]]:
-    """Return our module names for the path of each linear layer in the files; rows of several are concatenated."""
+    """Return our module names for the path of each linear layer in the files; the rows of several modules are
+    concatenated.
+    """
     names, latent = family_of(description.architecture).names, description.latent
     if latent is not None:
         attention: dict[str, tuple[str, ...]] = {names.latent_q: ("q",), names.latent_kv_down: ("kv_a",)}
@@ -248,5 +250,5 @@ def _paths(names: tuple[str, ...], modules: tuple[str, ...]) -> dict[str, tuple[
 
 
 def module_layer_elements(description: DecoderDescription) -> int:
-    """Number of elements per rank of the widest module in one layer: the unit of the module-layer cache sizes."""
+    """Number of elements per unit of rank in the widest module of a layer: the unit of the module-layer cache sizes."""
     return max(sum(shape) for shape in module_shapes(description).values())

@@ -73,7 +73,7 @@ class AdapterCache(Generic[P]):
         return sum(item.host_bytes for item in self._host.values())
 
     def size_of(self, adapter: Adapter) -> int:
-        """Return the number of bytes that the adapter takes on the device."""
+        """Return the size of the adapter in device memory, in bytes."""
         return adapter.device_bytes(self._element_bytes)
 
     def load(self, path: str) -> Future[Adapter]:
@@ -125,8 +125,8 @@ class AdapterCache(Generic[P]):
         self._device[fingerprint].num_users -= 1
 
     def get(self, ref: AdapterRef) -> Adapter:
-        """Return an adapter on the host, after reading it if needed. Raises InvalidArgumentError if the folder can no
-        longer be read, or NotFoundError if the folder now holds another adapter.
+        """Return an adapter on the host; read it if necessary. Raises InvalidArgumentError if the folder can no longer
+        be read, or NotFoundError if the folder now holds another adapter.
         """
         with self._lock:
             if ref.fingerprint in self._host:

@@ -17,7 +17,7 @@ from gpu_worker.lora.adapter import LoraPair, expert_shapes
 from gpu_worker.models.description import DecoderDescription
 from gpu_worker.models.families import family_of
 
-# For a path of a module or parameter: its rank, and the scale of its pair.
+# Given the path of a module or parameter, returns its rank and the scale of its pair.
 Settings = Callable[[str], tuple[int, float]]
 
 
@@ -27,7 +27,7 @@ class WrongTensorError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensors:
-    """An adapter's tensors, of which this reads those of experts."""
+    """Reads the pairs of experts from an adapter's tensors."""
 
     description: DecoderDescription
     tensors: Mapping[str, Tensor]
@@ -59,7 +59,7 @@ class ExpertTensors:
         hidden, size, count = d.hidden_size, shapes["experts_down"][0], _num_experts(d)
         inner = len(shapes) - 1  # number of matrices before the activation
         kinds = {(hidden, inner * size): "gate_up" if inner == 2 else "up", (size, hidden): "down"}
-        is_swapped = order == "stacked"  # PEFT takes the inputs of this form for outputs
+        is_swapped = order == "stacked"  # PEFT swaps inputs and outputs of this form
         sizes = (b.shape[0], a.shape[-1]) if is_swapped else (a.shape[-1], b.shape[0])
         if a.dim() != 2 or b.dim() != 2 or sizes not in kinds:
             raise WrongTensorError(

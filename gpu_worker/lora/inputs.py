@@ -12,11 +12,11 @@ P = TypeVar("P")
 
 
 class AdapterUse(enum.Enum):
-    """The matrices that the LoRA adapters of a step change; each case needs a graph of its own."""
+    """The matrices that the LoRA adapters of a step change; each case needs its own graph."""
 
     NOTHING = enum.auto()
     LINEAR_LAYERS = enum.auto()
-    # The matrices of the experts of a mixture, and perhaps other linear layers.
+    # The matrices of a mixture's experts, and possibly other linear layers.
     EXPERTS = enum.auto()
 
 

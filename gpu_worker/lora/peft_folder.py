@@ -219,7 +219,8 @@ class _Lora:
         targets, only = self._config.get("target_modules"), self._config.get("layers_to_transform")
         excluded = self._config.get("exclude_modules") or []
         if not isinstance(targets, list) or not isinstance(excluded, list):
-            # A regular expression of an untrusted file may take forever; the file contains the modules that it selects.
+            # A regular expression from an untrusted file may take forever to match; the file contains the modules that
+            # it selects.
             return set()
         suffixes = tuple(f".{name}" for name in excluded)
 

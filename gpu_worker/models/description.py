@@ -85,7 +85,7 @@ class DeltaNet:
     """A gated delta net, which replaces attention: linear attention whose state is corrected towards each value.
 
     Attributes:
-        key_heads, value_heads: Numbers of heads; every key head belongs to equally many value heads.
+        key_heads, value_heads: Numbers of heads; every key head has the same number of value heads.
         kernel: Number of tokens that the convolution of queries, keys and values covers.
         is_in_turn: Whether the rows of the input matrices are interleaved by key head, in two matrices; else there are
             four: queries, keys and values; gates; corrections; decays.
@@ -186,7 +186,7 @@ class PositionScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderDescription:
-    """A decoder, in each of whose layers attention and a feed-forward network add to the residual stream.
+    """A decoder: in each layer, attention and a feed-forward network add to the residual stream.
 
     Attributes:
         architecture: `model_type` of config.json.

@@ -1,9 +1,9 @@
-"""The process that forks readers of image files: `python -m gpu_worker.models.image_file_reader`, with a socket as its
-input.
+"""The process that forks readers of image files: `python -m gpu_worker.models.image_file_reader`, with a socket as
+standard input.
 
 Over this socket, it receives a connection for each file, forks a reader for it, and answers with the reader's exit
-code. The reader answers the file with the size of the image and its pixels in RGB, or with an error, and ends. Its
-memory and processor time are limited, and it can open no files or sockets. The process ends with its input.
+code. The reader responds with the size of the image and its pixels in RGB, or with an error, and exits. Its memory and
+processor time are limited, and it cannot open files or sockets. The process exits when its input ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def read_image(data: bytes) -> tuple[dict[str, object], bytes]:
     """Return the answer for a file: its `width` and `height` with the pixels, or an `error`."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about damage in metadata; the size is checked here
+            warnings.simplefilter("ignore")  # warnings about damaged metadata; the size is checked below
             image = Image.open(io.BytesIO(data), formats=FORMATS)
             width, height = image.size
             if width * height > MAX_PIXELS:
@@ -45,7 +45,7 @@ def read_image(data: bytes) -> tuple[dict[str, object], bytes]:
 
 
 def _warm_up() -> None:
-    """Have Pillow import now what it imports on first use, when files can no longer be opened."""
+    """Import now what Pillow would import on first use, when files can no longer be opened."""
     Image.init()
     for kind in FORMATS:
         file = io.BytesIO()
@@ -54,12 +54,13 @@ def _warm_up() -> None:
 
 
 def _read_one(connection: socket.socket) -> None:
-    """Answer the file that arrives over `connection`, in a new process."""
+    """Read a file from `connection` and respond, in a new process."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     for limit, value in (
         (resource.RLIMIT_AS, MEMORY_BYTES),
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, math.ceil(CPU_LIMIT_S) + 1),  # what a file runs could stop the timer
+        # code that a file makes the decoder run could stop the timer
+        (resource.RLIMIT_CPU, math.ceil(CPU_LIMIT_S) + 1),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NOFILE, 0),  # the connection is open already
     ):

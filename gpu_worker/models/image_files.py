@@ -1,8 +1,9 @@
-"""Reads image files in processes of their own (image_file_reader.py): files come from clients, and the libraries that
+"""Reads image files in separate processes (image_file_reader.py): files come from clients, and the libraries that
 decode them may crash, use any amount of memory and time, or run what a file contains.
 
 A child process, which never sees a file, forks a reader for each file. The file and the image travel over a connection
-that only this reader has, so that no file affects the image of another. A file that ends its reader twice is refused.
+that only this reader has, so that no file affects the image of another. A file that makes its reader die twice is
+rejected.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_PIXELS, MAX_SIDE = 1 << 25, 1 << 14
 # Limits of a reader.
 CPU_LIMIT_S = 10.0
 MEMORY_BYTES = 1 << 30
-# Time limit for a reader that does not compute; its processor time has a limit of its own.
+# Time limit for a reader that does not compute; its processor time has a separate limit.
 WALL_LIMIT_S = 60.0
 _TOO_LONG = "takes too long"
 _CRASHES = "crashes the process that reads it"
@@ -41,7 +42,7 @@ class ImageFiles:
         self._child: _Child | None = None
 
     def close(self) -> None:
-        """End the child."""
+        """Stop the child process."""
         if self._child is not None:
             self._child.end()
             self._child = None
@@ -49,23 +50,23 @@ class ImageFiles:
     def read(self, data: bytes) -> Any:
         """Return the (first) image in a file, in RGB. Raises InvalidArgumentError if it is invalid or too large."""
         reason = ""
-        for _ in range(_NUM_TRIES):  # somebody else may have killed the first reader
+        for _ in range(_NUM_TRIES):  # the first reader may have been killed from outside
             if self._child is None:
                 self._child = _Child()
             try:
                 return _image(*self._child.read(data))
             except ChildProcessError as error:
                 reason = str(error)
-            except OSError:  # it was not the reader
+            except OSError:  # the reader is not to blame
                 reason = "ends the process that reads it"
                 self.close()
-            if reason == _TOO_LONG:  # it would take as long again
+            if reason == _TOO_LONG:  # a second attempt would take just as long
                 break
         raise InvalidArgumentError(f"cannot be read as an image: it {reason}", field="data")
 
 
 class _Child:
-    """The process that forks readers, with those in its process group."""
+    """The process that forks readers; the readers are in its process group."""
 
     def __init__(self) -> None:
         self._control, other = socket.socketpair()
@@ -81,7 +82,7 @@ class _Child:
             )
 
     def read(self, data: bytes) -> tuple[object, bytes]:
-        """Return the answer of a new reader.
+        """Return a new reader's response.
 
         Raises:
             ChildProcessError: The reader died, or its answer is invalid; the message says why.
@@ -115,8 +116,8 @@ class _Child:
 
 
 def _image(answer: object, pixels: bytes) -> Any:
-    """Return the image of a reader's answer, which may be anything if a file has compromised the reader. Raises
-    InvalidArgumentError if the reader refuses the file, or ChildProcessError if the answer is invalid.
+    """Return the image in a reader's response, which may be anything if a file has compromised the reader. Raises
+    InvalidArgumentError if the reader rejects the file, or ChildProcessError if the answer is invalid.
     """
     from PIL import Image
 

@@ -1,5 +1,4 @@
-"""Encodes images with transformers' own processor, vision encoder and connector, beside our decoder of the language
-model.
+"""Encodes images with transformers' own processor, vision encoder and connector; our decoder runs the language model.
 
 The result is a table of virtual tokens, and the text that stands for the image in a prompt: the image token once for
 each row, among the tokens that mark the image's tiles.
@@ -34,7 +33,7 @@ class EncodedImage:
 
     Attributes:
         embeddings: [num_tokens, hidden_size], on the CPU.
-        text: What replaces the image's placeholder in a prompt; contains the image token num_tokens times.
+        text: The text that replaces the image's placeholder in a prompt; it contains the image token num_tokens times.
     """
 
     embeddings: Tensor
@@ -42,7 +41,7 @@ class EncodedImage:
 
 
 class ImageEncoder:
-    """The vision encoder of one model. It is not thread-safe, but may run beside the decoder's steps."""
+    """The vision encoder of one model. It is not thread-safe, but may run at the same time as the decoder's steps."""
 
     def __init__(self, folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> None:
         """Load the processor and the encoder of `folder`, which must have an image token. Raises ConfigError if a file
@@ -60,13 +59,13 @@ class ImageEncoder:
         logger.info("loaded the vision encoder of %s in %.1f s", folder.name, time.perf_counter() - started)
 
     def close(self) -> None:
-        """End the process that reads files."""
+        """Stop the process that reads files."""
         self._files.close()
 
     @torch.inference_mode()
     def encode(self, data: bytes) -> EncodedImage:
-        """Encode a PNG, JPEG, WebP or GIF file, of which the first frame is used. Raises InvalidArgumentError if `data`
-        is not such a file, or the image is too large.
+        """Encode a PNG, JPEG, WebP or GIF file (its first frame). Raises InvalidArgumentError if `data` is not such a
+        file, or the image is too large.
         """
         inputs = self._processor(images=[self._files.read(data)], return_tensors="pt", return_row_col_info=True)
         features = self._model.get_image_features(

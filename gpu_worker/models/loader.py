@@ -186,7 +186,7 @@ def _describe_native(config: WorkerConfig, folder: ModelFolder) -> DecoderDescri
     if folder.weights_format == "gguf" and not family_of(description.architecture).reads_gguf:
         raise UnsupportedError(f"a GGUF file of {description.architecture!r} is not supported", field="model")
     if folder.num_labels is not None:
-        # The scores of classes are used as they are, whatever the family does with the logits of tokens.
+        # The scores of classes are used unchanged, even if the family changes the logits of tokens.
         return replace(description, ties_embeddings=False, logits_scale=1.0, logits_softcap=0.0)
     return description
 

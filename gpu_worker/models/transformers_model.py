@@ -300,7 +300,8 @@ class TransformersDecoder:
             or layers[0].value_dim > layers[0].head_dim
         ):
             raise UnsupportedError(
-                f"the layers of {config.model_type!r} have heads of different sizes or numbers", field="model"
+                f"the layers of {config.model_type!r} have heads of different sizes or different numbers of heads",
+                field="model",
             )
         return look.layers
 
@@ -316,7 +317,7 @@ class TransformersDecoder:
             return found
 
         base, other_first, other_second = logits(5, 9), logits(7, 9), logits(5, 11)
-        # The experts' products may round differently over other rows.
+        # The experts' matrix products may round differently with other rows.
         limit = torch.finfo(self._model.dtype).eps ** 0.5 * float(base.abs().max())
         for place, changed in ((1, other_first), (0, other_second)):
             if not float((changed[place] - base[place]).abs().max()) <= limit:

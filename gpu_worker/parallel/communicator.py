@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 # Longer than any pause of a healthy rank within a step; the rank monitor detects dead ranks earlier.
 _TIMEOUT = timedelta(minutes=10)
-# How many tensors a CPU rank may have sent that their receivers do not take yet.
+# Maximum number of tensors that a CPU rank may have sent before their receivers accept them.
 _MAX_SENDS = 8
 
 

@@ -31,7 +31,7 @@ from protos import ranks_pb2
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class GroupAdapter:
-    """The number of an adapter of which every rank holds a part."""
+    """The number of an adapter that is sharded over all ranks."""
 
     number: int
     part: object

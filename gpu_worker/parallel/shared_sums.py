@@ -34,7 +34,7 @@ _KEY_BYTES = 16
 _LINE = 64
 _DATA_START = 4096
 MAX_RANKS = _DATA_START // _LINE - 1
-# Numbers that are added in one operation.
+# How many numbers are added in one operation.
 PIECE = 1 << 16
 # How often a rank polls another rank's counter before it yields its processor, and how often it yields before it
 # sleeps.

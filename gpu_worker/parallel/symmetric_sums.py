@@ -48,7 +48,7 @@ def symmetric_sum(
     except _REASONS as error:
         logger.info("the ranks sum through NCCL: %s", error)
         memory = None
-    # A rank that failed would not come to the rendezvous, where the others would wait for it.
+    # A rank that failed would not join the rendezvous, and the others would wait for it.
     if not all_ranks(can=memory is not None) or memory is None:
         return None
     try:
@@ -56,7 +56,7 @@ def symmetric_sum(
         addresses = list(handle.buffer_ptrs)
     except _REASONS as error:
         logger.info("the ranks sum through NCCL: %s", error)
-    # No rank signals another one before that rank's memory is zero.
+    # No rank may signal another one before that rank's memory is zero.
     if not all_ranks(can=addresses is not None) or addresses is None:
         return None
     parts = torch.tensor(addresses, dtype=torch.int64, device=device)

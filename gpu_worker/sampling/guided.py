@@ -60,7 +60,7 @@ class Guides:
         self._process: GrammarProcess | None = None
         self._life = 0
         self._asked: list[int] = []  # rows whose masks are awaited
-        self._is_awaited = False  # whether there is any answer, with or without masks
+        self._is_awaited = False  # whether there is a response, with or without masks
         self._errors: dict[int, MidstreamError] = {}
         self._suspects: OrderedDict[bytes, int] = (
             OrderedDict()

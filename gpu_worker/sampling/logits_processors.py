@@ -144,7 +144,7 @@ def _penalize(logits: Tensor, state: Rows, rows: IntArray, places: list[int], be
     keys = tokens + np.array(places)[:, None] * width
 
     def spread(values: list[float], keys: NDArray[np.int64]) -> Tensor:
-        """Return a tensor with the value for each key's row."""
+        """Return a tensor with one value per key: that of the key's row."""
         by_row = np.zeros(len(rows), dtype=np.float32)
         by_row[places] = values
         return send(by_row[keys // width], device)

@@ -1,4 +1,4 @@
-"""Handles the scheduler's messages about images, which are encoded in a thread of their own, beside the steps."""
+"""Handles the scheduler's messages about images, which are encoded in a separate thread while steps run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ImageMessages:
             self._thread.submit(self._answer, message.encode_image)
 
     def close(self) -> None:
-        """Drop the images that are waiting."""
+        """Drop the waiting images."""
         self._thread.shutdown(cancel_futures=True)
         self._encoder.close()
 

@@ -162,7 +162,7 @@ class SchedulerLink:
             self._wake()
 
     def abandon_epoch(self) -> None:
-        """End the epoch on this side, after a step that could not be executed.
+        """End the epoch from this side, because a step could not be executed.
 
         The worker then registers as if its process had been restarted, so that the scheduler counts a crash and can
         find the request that caused it.

@@ -182,7 +182,8 @@ def _hashes(values: Iterable[int]) -> HashArray:
     return np.array(list(values), dtype=np.uint64)
 
 
-# By field of StepBatch: the field of Step, and its conversion. The other fields are read by KeptBlocks and KvTiers.
+# For each field of StepBatch, the field of Step and its conversion. The other fields are read by KeptBlocks and
+# KvTiers.
 _STEP_FIELDS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "epoch": ("epoch", int),
     "step_id": ("step_id", int),

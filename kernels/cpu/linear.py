@@ -109,7 +109,7 @@ class PackedLinear:
         """Append the outputs of another layer that has the same input; return this layer."""
         if self.is_gated or other.is_gated or other.num_inputs != self.num_inputs or self._next is not None:
             raise ValueError(
-                "a layer can be followed once, if neither layer is gated and both have equally many inputs"
+                "only one layer can follow, neither layer may be gated, and both must have the same number of inputs"
             )
         self._next = other  # the kernels hold pointers to it
         self.struct.next = ctypes.addressof(other.struct)

@@ -59,6 +59,6 @@ def adapter_pointers(
     if len(adapters) != num_sequences:
         raise ValueError(f"{len(adapters)} adapters for {num_sequences} sequences; there must be one for each sequence")
     if any(item is not None and (item.dims, item.num_layers) != (dims, num_layers) for item in adapters):
-        raise ValueError("an adapter is of another decoder")
+        raise ValueError("an adapter belongs to another decoder")
     pointers = (None if item is None else ctypes.addressof(item.structs) for item in adapters)
     return (ctypes.c_void_p * num_sequences)(*pointers)

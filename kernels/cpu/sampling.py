@@ -47,7 +47,7 @@ def draw(threads: ThreadPool, logits: Tensor, rows: NDArray[np.int32], draws: Dr
     if logits.dtype != torch.float32 or logits.dim() != 2 or not logits.is_contiguous() or logits.shape[1] < 1:
         raise ValueError(f"logits are {logits.dtype} {list(logits.shape)}: expected contiguous float32 [N, vocabulary]")
     if len(rows) and not 0 <= rows.min() <= rows.max() < len(logits):
-        raise ValueError(f"rows are not all of 0..{len(logits) - 1}")
+        raise ValueError(f"rows must be in 0..{len(logits) - 1}")
     places = np.ascontiguousarray(rows, dtype=np.int32)
     chosen, highest = torch.empty(len(rows), dtype=torch.int32), torch.empty(len(rows))
     threads.library.draw(

@@ -28,7 +28,7 @@ float to_float(int16_t x) { return x; }
 float to_float(int8_t x) { return x; }
 float to_float(uint16_t x) { return std::bit_cast<float>(static_cast<uint32_t>(x) << 16); }
 
-// The tile that follows is asked for early: its parts lie too far apart for the processor to foresee them.
+// The next tile is prefetched: its parts are too far apart for the processor's own prefetching.
 template <class T> [[gnu::always_inline]] inline void prefetch(const T* p) {
   __builtin_prefetch(p, 0, 3);
 }
@@ -75,7 +75,8 @@ template <class T> struct CachedTile {
     return {keys + offset, values + static_cast<int64_t>(offset) * head_dim, keys + scale, values + scale};
   }
 
-  // Vectors of slots must not cross a block's end. Where the next tile has fewer of them, its first one stands for the rest.
+  // Vectors of slots must not cross a block's end. If the next tile has fewer of them, its first one is used for the
+  // rest.
   KeyTile<T> keys(const CachedTile& next) const {
     KeyTile<T> tile{{}, {}, cache.block_size};
     for (int v = 0; v < num_vectors(); ++v) {
@@ -170,7 +171,7 @@ struct RowState {
   float* highest;  // highest score so far
   int stride;      // stride of out
 
-  // Brings the sums so far to the base that num_vectors of scores, to base 2, need.
+  // Rescales the sums so far to the maximum that includes these num_vectors of base-2 scores.
   void raise(const float* scores, int num_vectors) const {
     F most = load(scores);
     for (int v = 1; v < num_vectors; ++v) most = max(most, load(scores + v * kLanes));
@@ -185,8 +186,8 @@ struct RowState {
     }
   }
 
-  // Turns these scores into weights 2^(score - highest so far). What the weights are multiplied with before they meet the
-  // values is no part of the total.
+  // Turns these scores into weights 2^(score - highest so far). The factors by which weights are multiplied before they
+  // are applied to the values are not part of the total.
   template <bool is_scaled> void add_scores(float* scores, int num_vectors, const float* value_scales) const {
     F base = set1(*highest == -kInfinity ? 0.0f : *highest), sum = load(total);
     for (int v = 0; v < num_vectors; ++v) {
@@ -240,7 +241,7 @@ struct HeadState {
   }
 };
 
-// A key tile as its rows of queries read it.
+// A key tile in the form in which rows of queries read it.
 template <class Keys, class Values> struct ReadTile {
   Keys keys;
   Values values;
@@ -248,10 +249,10 @@ template <class Keys, class Values> struct ReadTile {
   alignas(64) float key_scales[kKeyTile], value_scales[kKeyTile];
 };
 
-// R rows of a head from this one on meet a key tile.
+// Processes a key tile for R rows of a head, starting at this one.
 template <int R, bool is_scaled, class Keys, class Values>
 void add_rows(const QueryTile& tile, const ReadTile<Keys, Values>& cached, const HeadState& state, int row) {
-  // Later keys are seen by none of these rows.
+  // None of these rows attends to later keys.
   int num_keys = std::min(cached.count, tile.first_position + (row + R - 1) / tile.group + 1 - cached.first);
   if (num_keys <= 0) return;
   int dim = tile.head_dim, stride = padded_dim(dim), num_vectors = (num_keys + kLanes - 1) / kLanes;
@@ -289,7 +290,7 @@ void add_all_rows(const QueryTile& tile, const ReadTile<Keys, Values>& cached, c
   }
 }
 
-// Takes one key tile of one head into its state; next is the one that follows.
+// Adds one key tile of one head to its state; `next` is the tile that follows.
 template <class T>
 void add_tile(const QueryTile& tile, const CachedTile<T>& cached, const CachedTile<T>& next, AttentionScratch& scratch,
               const HeadState& state) {

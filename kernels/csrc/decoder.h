@@ -1,4 +1,4 @@
-// A decoder, all layers of which run in one call.
+// A decoder that runs all of its layers in one call.
 #pragma once
 #include "attention.h"
 #include "mixture.h"

@@ -16,8 +16,8 @@ constexpr int kFewTokens = 256;  // top-p usually keeps no more than this
 
 int num_parts(int n) { return (n + kPart - 1) / kPart; }
 
-// Returns the number of which all weights are multiples, so that the sum of n weights up to 1 is exact in the 53 bits of a
-// double.
+// Returns the quantum: all weights are multiples of it, so that the sum of n weights up to 1 is exact in the 53 bits of
+// a double.
 float quantum_of(int n) { return std::ldexp(1.0f, std::bit_width(static_cast<unsigned>(n - 1)) - 53); }
 
 // Returns e^x for x <= 0, exactly 1 at 0, rounded to a multiple of the quantum, which is 2^-23 times `small`. Each product and

@@ -39,9 +39,9 @@ struct RowGroup {
 };
 int group_alignment(const QuantizedScratch& quantized);
 
-// Does the same for rows of which each uses one of several weights. All weights have the same shape and format, and neither
-// input_order nor next. The num_rows rows are at the given places of x and out. Groups are in the order of their first row; those
-// without rows come last and have count 0. The number of barriers depends only on num_rows and max_groups.
+// Does the same for rows that each use one of several weights. All weights have the same shape and format, and neither
+// input_order nor next. The num_rows rows are at the given places of x and out. Groups are in the order of their first
+// row; those without rows come last and have count 0. The number of barriers depends only on num_rows and max_groups.
 void grouped_linear(ThreadPool& pool, LinearScratch& scratch, QuantizedScratch& quantized, const MidstreamLinear* weights,
                     const RowGroup* groups, int max_groups, const int* places, int num_rows, const float* x, int64_t ldx,
                     Output output, int num_outputs, float* out, int64_t ldout);

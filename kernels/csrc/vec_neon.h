@@ -1,4 +1,5 @@
-// Vectors of 8 floats made of two NEON halves, for ARMv8.2 with dot products; results have the bits of the AVX2 build.
+// Vectors of 8 floats made of two NEON halves, for ARMv8.2 with dot products; results are bit-identical to those of the
+// AVX2 build.
 #pragma once
 #include <arm_neon.h>
 

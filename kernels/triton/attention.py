@@ -15,18 +15,20 @@ from kernels.triton.attention_kernels import attend, combine
 from kernels.triton.decode_kernel import decode
 from kernels.triton.dependent_launch import num_processors, options
 
-# Fewest keys between the borders at which batch-invariant decoding splits, and most splits, each of which leaves a
-# float32 vector for every query head.
+# Batch-invariant decoding: the minimum number of keys per split, and the maximum number of splits, each of which writes
+# a float32 vector for every query head.
 SEGMENT_KEYS = 512
 _MAX_SEGMENTS = 32
-# Of single queries: programs that a processor takes at a time, numbers of partial results that one joins at a time,
-# sequences times KV heads that there may be, and sequences whose lengths a program reads at a time.
+# For single queries: the number of programs that a processor runs at a time, the number of partial results that a
+# program merges at a time, the maximum number of sequences times KV heads, and the number of sequences whose lengths a
+# program reads at a time.
 _PROGRAMS_PER_PROCESSOR = 3
 _NUMBERS_AT_ONCE = 8192
 _MAX_ARRIVALS = 1 << 18
 _SEQUENCES_AT_ONCE = 128
-# Of tiles of many queries: most splits, programs with work that a processor takes at a time, programs with and without
-# work for each processor, and most tokens of a step whose tiles are split, which bounds the memory of partial results.
+# For tiles of many queries: the maximum number of splits, the number of programs with work that a processor runs at a
+# time, the number of programs per processor with or without work, and the maximum number of tokens in a step whose
+# tiles are split, which limits the memory for partial results.
 _MAX_TILE_SPLITS = 16
 _JOINED_SPLITS = 64
 _TILES_PER_PROCESSOR = 2
@@ -46,7 +48,7 @@ class Launch:
 
 
 def prefill_launch(group: int, head_dim: int, element_size: int) -> Launch:
-    """Tiles for sequences of many queries."""
+    """Return the tile sizes for sequences with many queries."""
     if element_size > 2 and head_dim > 128:
         return _wide_float32_launch(group)
     if element_size > 2:
@@ -57,12 +59,14 @@ def prefill_launch(group: int, head_dim: int, element_size: int) -> Launch:
 
 
 def _wide_float32_launch(group: int) -> Launch:
-    """Tiles of 16 keys, which fit in the shared memory of all GPUs; tiles of 32 also spill thousands of registers."""
+    """Return tiles of 16 keys, which fit in the shared memory of all GPUs; tiles of 32 keys spill thousands of
+    registers.
+    """
     return Launch(max(32, triton.next_power_of_2(group)), 16, 8, 2)
 
 
 def decode_launch(group: int, head_dim: int, element_size: int) -> Launch:
-    """Tiles for sequences of one query; 16 rows are the fewest of a matrix instruction."""
+    """Return the tile sizes for sequences with one query; 16 rows are the minimum for a matrix instruction."""
     block_m = max(16, triton.next_power_of_2(group))
     if head_dim > 128 and element_size > 2:
         return Launch(block_m, 16, 4, 2)
@@ -72,7 +76,7 @@ def decode_launch(group: int, head_dim: int, element_size: int) -> Launch:
 
 
 def invariant_launch(group: int, head_dim: int, element_size: int) -> Launch:
-    """Tiles for all sequences alike; small enough to hold two softmax states."""
+    """Return the tile sizes for all sequences in batch-invariant attention; small enough to hold two softmax states."""
     if element_size > 2 and head_dim > 128:
         return _wide_float32_launch(group)
     if head_dim > 128 or element_size > 2:
@@ -100,38 +104,43 @@ def paged_attention(
     num_tile_splits: int | None = None,
     max_queries: int | None = None,
 ) -> Tensor:
-    """Attend as the PyTorch reference does -> [M, Hq, D], D at most 256; reads nothing back from the device.
+    """Compute the same attention as the PyTorch reference -> [M, Hq, D], with D at most 256; nothing is read back from
+    the device.
 
-    A row of block_tables may hold anything past the blocks of its sequence. A
-    sequence with one query and context length 0 (padding) gets zeros.
+    Entries of block_tables after the last block of a sequence are ignored. A sequence with one query and context length
+    0 (padding) gets zeros.
 
     Args:
         q: [M, Hq, D], the last dimension contiguous.
         k_cache: [num_blocks, block_size, Hk, D]: floats, or int8 or float8_e4m3fn with `scales`.
-        v_cache: As k_cache, with its strides.
+        v_cache: Like k_cache, with the same strides.
         block_tables: int32 [B, most blocks].
         query_starts: int32 [B + 1].
         context_lens: int32 [B].
-        window: Keys that a query sees, itself included; None: all.
-        softcap: Bends scores s to softcap * tanh(s / softcap); 0: it does not.
-        sinks: Float32 [Hq]; one more score for each query head, which takes weight but has no value.
-        chunk: No query sees keys before the last multiple of it; not beside a window. None: they do.
-        is_batch_invariant: A query's bits then depend on its own keys alone: not on its neighbours, the batch's size,
-            the chunk it came in or the longest context.
-        segment_keys: Of batch-invariant attention: `segment_keys_for` of the longest sequence there may be.
-        num_shares: Programs for the keys of single queries, beside one for each; None: as many as fill the device.
-        num_tile_splits: Programs for the keys of each tile of a longer piece's queries; None: likewise.
-        max_queries: A bound of one sequence's queries, of which some may then have none; None: each has at least one.
+        window: Number of keys that a query attends to, including its own; None means all.
+        softcap: Scores s become softcap * tanh(s / softcap); 0 means no soft cap.
+        sinks: Float32 [Hq], attention sinks: one extra logit per query head, without a value vector.
+        chunk: A query attends to no keys before the last multiple of this; cannot be combined with a window. None means
+            no chunks.
+        is_batch_invariant: Whether a query's result depends bit for bit only on its own keys, and not on the other
+            queries, the batch size, the split into context chunks, or the longest context.
+        segment_keys: For batch-invariant attention: `segment_keys_for` of the maximum sequence length.
+        num_shares: Number of programs for the keys of single queries, in addition to one per query; None means as many
+            as fill the device.
+        num_tile_splits: Number of programs for the keys of each tile of queries, in sequences with more than one query;
+            None means as many as fill the device.
+        max_queries: Upper bound of the queries of one sequence. If set, sequences may have no queries; if None, each
+            has at least one.
     """
     num_tokens, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     if head_dim > 256:
         raise ValueError(f"head size {head_dim} is more than 256")
     if window is not None and chunk is not None:
-        raise ValueError("a window and a chunk at once")
+        raise ValueError("a window and a chunk cannot be combined")
     group, num_sequences = num_heads // num_kv_heads, context_lens.shape[0]
     is_all_decode = num_tokens == num_sequences if max_queries is None else max_queries == 1
-    # Tokens that may be in no sequence stay zero.
+    # Tokens that belong to no sequence stay zero.
     make = torch.empty if max_queries is None or is_all_decode else torch.zeros
     out = make(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     prefill = prefill_launch(group, head_dim, q.element_size())
@@ -165,7 +174,7 @@ def paged_attention(
     score_options = (scale if softcap else scale * _LOG2_E, chunk or window or 0, softcap)
     scale_strides = scales.keys.stride()[:2] if scales else (0, 0)
     strides = (*q.stride()[:2], out.stride(0), *k_cache.stride()[:3], *scale_strides, block_tables.stride(0))
-    # What `attend` and `decode` have in common.
+    # Arguments that `attend` and `decode` share.
     common = {
         "HEAD_DIM": head_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
@@ -181,7 +190,7 @@ def paged_attention(
     }
 
     def tensors(unused: Tensor) -> tuple[Tensor, ...]:
-        """Return the first arguments; `unused` stands for tensors that are missing and not read."""
+        """Return the first arguments; `unused` is passed in place of tensors that are missing and not read."""
         k_scale, v_scale = (scales.keys, scales.values) if scales else (unused, unused)
         return q, k_cache, v_cache, k_scale, v_scale, unused if sinks is None else sinks, out
 
@@ -265,22 +274,24 @@ def paged_attention(
 
 
 def segment_keys_for(max_sequence_length: int) -> int:
-    """Return the segment length of batch-invariant attention: a power of two, at most 32 segments to a sequence.
+    """Return the segment length of batch-invariant attention: a power of two, with at most 32 segments per sequence.
 
-    It decides bits, so it may depend on nothing that changes while a process runs.
+    It affects the bits of results, so it must not depend on anything that changes while a process runs.
     """
     least: int = triton.next_power_of_2(triton.cdiv(max_sequence_length, _MAX_SEGMENTS))
     return max(SEGMENT_KEYS, least)
 
 
 def _num_shares(num_kv_heads: int, device: torch.device) -> int:
-    """Return how many programs for each KV head fill the device."""
+    """Return how many programs per KV head fill the device."""
     return math.ceil(_PROGRAMS_PER_PROCESSOR * num_processors(device) / num_kv_heads)
 
 
 @functools.cache
 def _arrivals(device: torch.device) -> Tensor:
-    """Return the zeros in which programs of `decode` count each other; the first call must not be recorded."""
+    """Return the counters, initially zero, with which programs of `decode` find out which one is the last; the first
+    call must not be recorded.
+    """
     return torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=device)
 
 
@@ -289,9 +300,9 @@ def _num_tile_splits(num_filled: int, num_places: int, num_key_tiles: int, devic
     longest context.
 
     Args:
-        num_filled: Tiles, of all KV heads, if one sequence has all tokens, as in most steps.
-        num_places: Tiles that there may be. In a recorded step few of them have queries, but all are launched, which
-            takes time even if they end at once.
+        num_filled: Number of tiles over all KV heads if one sequence has all tokens, as in most steps.
+        num_places: Maximum number of tiles. In a recorded step few of them have queries, but all are launched, which
+            takes time even if they end immediately.
     """
     processors = num_processors(device)
     wanted = _TILES_PER_PROCESSOR * processors // num_filled

@@ -1,9 +1,10 @@
 """Causal attention over block tables: the kernels.
 
-A program takes the queries of one KV head's group (`GROUP` heads) at `BLOCK_Q` neighbouring positions as the rows of
-one matrix, and walks over key tiles with a running softmax. Tiles are counted from key 0, so which keys meet in one
-product depends on nothing else in the batch. The keys of a single query (decode), or of a tile of few queries over a
-long context, may be split over programs, each of which leaves a partial softmax state that `combine` joins.
+A program processes the queries of one KV head's group (`GROUP` heads) at `BLOCK_Q` adjacent positions as the rows of
+one matrix, and iterates over key tiles with an online softmax. Tiles are counted from key 0, so which keys are in the
+same matrix product does not depend on the rest of the batch. The keys of a single query (decode), or of a tile of few
+queries over a long context, may be split over programs, each of which writes a partial softmax state; `combine` merges
+these.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton.language as tl
 from kernels.triton.attention_tiles import add_sink, empty_state, merge, walk, write_partial, write_result
 
 
-# Steps differ in these from one to the next, and a new kernel need not be compiled for each.
+# These arguments change from step to step, and no new kernel should be compiled for each value.
 @triton.jit(
     do_not_specialize=["num_sequences", "window", "table_stride"],
     do_not_specialize_on_alignment=["tables_ptr", "starts_ptr", "lens_ptr"],

@@ -1,4 +1,4 @@
-"""Causal attention over block tables: what a program does with key tiles and softmax states."""
+"""Causal attention over block tables: operations of a program on key tiles and softmax states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The linear layer over blocks of quantized weights, unpacked in registers; and unpacking alone."""
+"""The linear layer for blocks of quantized weights, unpacked in registers; and a kernel that only unpacks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kernels.triton.linear import MANY_GATED_ROWS, MANY_ROWS, Launch, write_tile
 _FEW_ROWS = Launch(16, 32, 256, 4, 4)
 _SOME_ROWS = Launch(64, 32, 128, 4, 4)
 _SOME_GATED_ROWS = Launch(64, 64, 128, 4, 3)
-# Compute capability from which larger tiles spill no registers.
+# Minimum compute capability at which larger tiles spill no registers.
 _LARGE_TILES_CAPABILITY = 90
-# Rows and columns that a program unpacks.
+# Number of rows and columns that a program unpacks.
 _UNPACKED_ROWS, _UNPACKED_COLUMNS = 8, 512
-# Compute capability from which a GPU converts float8 numbers itself.
+# Minimum compute capability at which a GPU has an instruction to convert float8 numbers.
 _FLOAT8_CAPABILITY = 89
 
 
@@ -34,8 +34,8 @@ def block_linear(
 ) -> Tensor:
     """Return `x @ weight.T + bias`: x [M, K], bias [N] -> [M, N]; weights are rounded to x's type before they are used.
 
-    With an activation, return `activate` of that; as in `gated_linear`. The tiles suit M, unless rows may not depend on
-    it.
+    With an activation, return `activate` of that result, like `gated_linear`. Tile sizes are chosen for M, unless the
+    result must be batch-invariant.
     """
     num_rows, inner = x.shape
     if x.stride(1) != 1 or inner != weight.num_columns:

@@ -1,9 +1,9 @@
-"""Causal attention of single queries over block tables, shared out by the sequences' lengths.
+"""Causal attention of single queries over block tables, with programs assigned to sequences by length.
 
-Each sequence has a program for each KV head. Further ones, as many as fill the device, go to the sequences by their
-numbers of key tiles, so a long sequence beside short ones has most of them. A program finds its sequence from the
-lengths, on the device. The programs of a sequence leave partial softmax states, and the one that arrives last joins
-them, in the order of the keys: which one it is makes no difference.
+Each sequence has one program per KV head. Additional programs, as many as fill the device, are distributed in
+proportion to the sequences' numbers of key tiles, so a long sequence among short ones gets most of them. A program
+determines its sequence from the lengths, on the device. The programs of a sequence write partial softmax states, and
+the last one to finish merges them in the order of the keys, so it does not matter which one that is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kernels.triton.attention_tiles import empty_state, walk, write_partial, wri
 from kernels.triton.dependent_launch import begin
 
 
-# Steps differ in these from one to the next, and a new kernel need not be compiled for each.
+# These arguments change from step to step, and no new kernel should be compiled for each value.
 @triton.jit(
     do_not_specialize=["num_sequences", "num_shares", "window", "table_stride"],
     do_not_specialize_on_alignment=["tables_ptr", "starts_ptr", "lens_ptr"],

@@ -1,8 +1,10 @@
-"""Programmatic dependent launch: a kernel's programs are placed while those of the kernel before them still finish.
+"""Programmatic dependent launch: a kernel's programs are scheduled while those of the previous kernel are still
+finishing.
 
-From compute capability 9.0. A kernel that is launched with `options` must call `begin` before it touches memory: there
-it waits until the kernel before it is complete and its results are visible, and lets the next one be placed. As every
-such kernel waits, those further back are complete as well. Kernels of other libraries in between are launched as usual.
+This requires compute capability 9.0. A kernel that is launched with `options` must call `begin` before it accesses
+memory: `begin` waits until the previous kernel is complete and its results are visible, and allows the next one to be
+scheduled. Since every such kernel waits, all earlier kernels are complete as well. Kernels of other libraries in
+between are launched as usual.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ _is_on = True
 
 
 def set_dependent_launch(is_on: bool) -> None:
-    """Set, for this process, whether kernels are launched this way where the device supports it. On by default."""
+    """Set, for this process, whether kernels use programmatic dependent launch where the device supports it. On by
+    default.
+    """
     global _is_on
     _is_on = is_on
 
 
 def options(device: torch.device) -> dict[str, bool]:
-    """Return the arguments of a launch that concern this."""
+    """Return the launch arguments for programmatic dependent launch."""
     is_dependent = _is_on and capability(device) >= _CAPABILITY
     return {"IS_DEPENDENT": is_dependent, "launch_pdl": is_dependent}
 

@@ -1,4 +1,4 @@
-"""Rounding of rows to float8."""
+"""Rounds rows to float8."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Linear layers where each row has its own choice of many matrices, also with a gated activation; and weighted sums.
+"""Linear layers in which each row chooses one of many matrices, optionally with a gated activation; and weighted sums.
 
-Rows are sorted by their matrix on the device. Each matrix's rows fill tiles of their own, the last of them perhaps in
-part; how many tiles there are is bounded by the shapes, so nothing is read back, and programs of tiles that no matrix
-needs leave at once.
+Rows are sorted by matrix on the device. A tile has rows of one matrix only, and the last tile of a matrix may be partly
+filled. The shapes give an upper bound of the number of tiles, so nothing is read back from the device; programs of
+unused tiles exit immediately.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.activation import SWIGLU_LIMIT, SWIGLU_SLOPE, Activation
 from kernels.triton.linear import FEW_ROWS, SOME_ROWS, write_tile
 
-# Rows that a program of the sort reads, and columns that one of the sum adds.
+# Number of rows that a program reads when sorting, and number of columns that a program adds in the sum.
 _SORTED_ROWS = 1024
 _SUMMED_COLUMNS = 1024
 
@@ -34,7 +34,7 @@ def grouped_linear(
     """Return row i as `x[i // num_repeats] @ weight[experts[i]].T + bias[experts[i]]` -> [R, N].
 
     With an activation, N is 2F, gate first, and the result is `activate` of that, [R, F]. Gates and ups are rounded to
-    x's type before the activation, so the bits are those of the two operations one after the other.
+    x's type before the activation, so the result is bit-identical to that of the two separate operations.
 
     Args:
         x: [R / num_repeats, K].
@@ -42,8 +42,8 @@ def grouped_linear(
         experts: int32 [R], 0 to E; rows with E have no matrix.
         bias: [E, N].
         num_repeats: Rows of the result that share a row of x.
-        is_batch_invariant: A row's bits then do not depend on the others: the tiles are always the same.
-        is_partial: Rows without a matrix are 0; otherwise their contents are undefined.
+        is_batch_invariant: Whether a row's bits must not depend on other rows; the tile sizes are then constant.
+        is_partial: Whether rows without a matrix are set to 0; otherwise their contents are undefined.
     """
     num_rows, (num_experts, outer, inner) = experts.shape[0], weight.shape
     if activation is not None:

@@ -15,8 +15,9 @@ def store_kv(
 ) -> None:
     """Write row i of k and v [M, Hk, D] to slot slot_mapping[i] of the caches [num_blocks, block_size, Hk, D].
 
-    A slot is block * block_size + offset; a negative one (padding) is not written. Into an int8 or float8_e4m3fn cache
-    each head of each token goes divided by its own scale, its largest magnitude over the type's, put in `scales`.
+    A slot is block * block_size + offset; rows with a negative slot (padding) are not written. In an int8 or
+    float8_e4m3fn cache, each head of each token is divided by its own scale, which is its largest magnitude divided by
+    the type's maximum and is stored in `scales`.
     """
     num_tokens, num_heads, head_dim = k.shape
     largest = LARGEST.get(k_cache.dtype)

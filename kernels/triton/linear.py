@@ -1,4 +1,4 @@
-"""The linear layer: over int8 weights, with a gated activation, and with a summation independent of the batch."""
+"""The linear layer with int8 weights, with a gated activation, and in a batch-invariant form."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Launch:
 
 FEW_ROWS = Launch(16, 32, 128, 4, 5)
 SOME_ROWS = Launch(64, 64, 64, 4, 4)
-# With int8 weights and 16-bit inputs, measured on an H100; with float32, they spill registers.
+# For int8 weights and 16-bit inputs, measured on an H100; with float32 inputs, these tiles spill registers.
 _SOME_UNIT_ROWS = Launch(64, 32, 128, 4, 4)
 _SOME_GATED_UNIT_ROWS = Launch(64, 128, 64, 8, 4)
 MANY_ROWS = Launch(128, 128, 64, 8, 3)
-# A program computes gates and ups of its channels.
+# A program computes both the gates and the ups of its channels.
 MANY_GATED_ROWS = Launch(128, 64, 64, 8, 3)
 
 
 def _launch_for(num_rows: int, *, is_gated: bool, has_units: bool, is_batch_invariant: bool) -> Launch:
-    """Return the tiles for this many rows of x; batch-invariant, they are the same for any number."""
+    """Return the tile sizes for this many rows of x; if batch-invariant, they are the same for any number of rows."""
     if is_batch_invariant:
         return SOME_ROWS
     if num_rows > SOME_ROWS.block_m:
@@ -51,7 +51,8 @@ def _launch_for(num_rows: int, *, is_gated: bool, has_units: bool, is_batch_inva
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x @ weight.T + bias`: x [M, K], weight [N, K], bias [N] -> [M, N].
 
-    Batch-invariant: a row's bits do not depend on M or on its place, because the tiles are always the same.
+    This is batch-invariant: a row's bits do not depend on M or on the row's position, because the tile sizes are
+    constant.
     """
     return _run(x, weight, None, bias, is_batch_invariant=True)
 
@@ -61,7 +62,7 @@ def quantized_linear(
 ) -> Tensor:
     """Return `x @ (weight * scale[:, None]).T + bias`: weight int8 [N, K], scale float32 [N].
 
-    The tiles suit M, unless rows may not depend on it.
+    Tile sizes are chosen for M, unless the result must be batch-invariant.
     """
     return _run(x, weight, scale, bias, is_batch_invariant=is_batch_invariant)
 
@@ -77,8 +78,8 @@ def gated_linear(
 ) -> Tensor:
     """Return `activate` of the linear layer with weight [2F, K], gate first -> [M, F]; with a scale it is int8.
 
-    Gates and ups are rounded to x's type before the activation, so batch-invariant results have the same bits as the
-    two operations one after the other.
+    Gates and ups are rounded to x's type before the activation, so batch-invariant results are bit-identical to those
+    of the two separate operations.
     """
     return _run(x, weight, scale, bias, activation, is_batch_invariant=is_batch_invariant)
 

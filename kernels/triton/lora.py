@@ -1,10 +1,10 @@
-"""Many low-rank adapters in one batch: each row adds the product of its own adapter.
+"""Applies many LoRA adapters in one batch: the output of each row's own adapter is added to the row.
 
-Rows come in tiles of 16. A program takes one tile and the n-th of the adapters in it, leaves at once if there are
-fewer, and else computes the whole tile and writes that adapter's rows. So nothing is sorted, the launch does not depend
-on which adapters there are, and a row's bits do not depend on its neighbours. Two passes: `_shrink` x A^T, kept in
-float32, and `_expand`, which adds that times B. Ranks are taken 16 at a time up to the adapter's own, so one kernel
-serves all ranks.
+Rows are processed in tiles of 16. A program processes the n-th distinct adapter of one tile: it exits immediately if
+the tile has fewer adapters; otherwise it computes the whole tile and writes the rows of that adapter. Therefore nothing
+is sorted, the launch does not depend on which adapters are used, and a row's bits do not depend on other rows. There
+are two passes: `_shrink` computes x A^T, kept in float32, and `_expand` multiplies that by B and adds it to y. Ranks
+are processed 16 at a time up to the adapter's rank, so one kernel supports all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOBODY = tl.constexpr(0x7FFFFFFF)
 
 
 def add_lora(y: Tensor, x: Tensor, values: Tensor, table: Tensor, slots: Tensor, max_rank: int) -> None:
-    """Add to each row of y the product of its adapter with its row of x; see `kernels.add_lora`."""
+    """For each row, add the output of its LoRA adapter for x to y; see `kernels.add_lora`."""
     num_rows, inner = x.shape
     outer = y.shape[1]
     if x.stride(1) != 1 or y.stride(1) != 1 or table.stride(1) != 1:

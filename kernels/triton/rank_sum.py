@@ -1,7 +1,8 @@
-"""Sum over the GPUs of a host in one launch: each writes its part to memory that all can read, and adds all parts.
+"""All-reduce over the GPUs of a host in one launch: each GPU writes its part to memory that all can read, and adds all
+parts.
 
-A ring as NCCL's sends every part through every device; for the few kilobytes of a decode step the time is latency, and
-here it is one write, one signal and one read.
+NCCL's ring sends every part through every device. For the few kilobytes of a decode step, latency dominates; here it
+consists of one write, one signal and one read.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ _BLOCK = 1024
 
 
 class RankSum:
-    """Sums over ranks that can address each other's memory. All ranks make the same calls in the same order."""
+    """Sums over ranks that can address each other's memory. All ranks must make the same calls in the same order."""
 
     def __init__(self, parts: Tensor, signals: Tensor, rank: int, num_bytes: int, dtype: torch.dtype) -> None:
         """Use memory of all ranks.
 
         Args:
             parts: int64 [num_ranks], addresses of each rank's memory for parts, 2 * num_bytes each.
-            signals: int64 [num_ranks], addresses of each rank's signals, `signal_bytes` each, which are 0.
-            num_bytes: Most bytes of a sum, a multiple of 4096.
+            signals: int64 [num_ranks], addresses of each rank's signals, `signal_bytes` each, initially 0.
+            num_bytes: Maximum size of a sum in bytes, a multiple of 4096.
         """
         self._parts, self._signals, self._rank = parts, signals, rank
         self._capacity, self._dtype = num_bytes // dtype.itemsize, dtype
-        # On the device, so that a recorded launch can be replayed.
+        # Kept on the device, so that a recorded launch can be replayed.
         self._turns = torch.zeros(triton.cdiv(self._capacity, _BLOCK), dtype=torch.int32, device=parts.device)
 
     def takes(self, x: Tensor) -> bool:
@@ -35,7 +36,7 @@ class RankSum:
         return x.dtype == self._dtype and 0 < x.numel() <= self._capacity
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Replace x, contiguous, by the sum of all ranks' x, and return it.
+        """Replace the contiguous tensor x by the sum of all ranks' x, and return it.
 
         Parts are added in the order of the ranks, each sum rounded to the type, so all ranks get the same bits.
         """
@@ -57,7 +58,7 @@ class RankSum:
 
 def signal_bytes(num_bytes: int, num_ranks: int) -> int:
     """Return the size of one rank's signals for sums of up to num_bytes."""
-    # One int32 for each block of the smallest numbers, 2 bytes, and each rank.
+    # One int32 for each rank and each block of elements of the smallest size, 2 bytes.
     return -(-num_bytes // (2 * _BLOCK)) * num_ranks * 4
 
 

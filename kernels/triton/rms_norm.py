@@ -1,4 +1,4 @@
-"""Root-mean-square layer norm, alone and with the residual."""
+"""Root-mean-square layer norm, with and without a residual."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.triton.dependent_launch import begin, options
 
-# Elements that one program takes at least, where rows are short (a head each).
+# Minimum number of elements per program, for short rows (one head each).
 _ELEMENTS = 2048
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 def apply_rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Turn pairs of the leading R numbers of each head: q [M, Hq, D], k [M, Hk, D], cos and sin [M, R/2].
+    """Rotate pairs of the first R elements of each head: q [M, Hq, D], k [M, Hk, D], cos and sin [M, R/2].
 
     The pairs are (i, i + R/2), or with is_interleaved (2i, 2i + 1). R is at most D.
     """

@@ -27,19 +27,19 @@ def rotate_and_store(
     is_interleaved: bool = False,
     scales: KvScales | None = None,
 ) -> Tensor:
-    """Return what `rms_norm` and `apply_rotary` make of q, and write k likewise and v as `store_kv` does.
+    """Apply `rms_norm` and `apply_rotary` to q and k; return q, and write k and v to the cache like `store_kv`.
 
     Args:
         q: [M, Hq, D].
         k: [M, Hk, D].
         v: [M, Hk, D].
         cos: [M, R/2], R at most D.
-        sin: As cos.
+        sin: Like cos.
         k_cache: [num_blocks, block_size, Hk, D].
-        v_cache: As k_cache, with its strides.
+        v_cache: Like k_cache, with the same strides.
         slot_mapping: [M]; a negative slot (padding) is not written.
-        q_norm: [D]; None: heads are not normed.
-        k_norm: As q_norm; both or none.
+        q_norm: [D]; None means no norm.
+        k_norm: Like q_norm; set both or neither.
         is_interleaved: As in `apply_rotary`.
     """
     num_tokens, num_heads, head_dim = q.shape
@@ -50,7 +50,7 @@ def rotate_and_store(
     if any(x.stride(-1) != 1 for x in (q, k, v, k_cache, v_cache)):
         raise ValueError("the last dimension is not contiguous")
     if (q_norm is None) != (k_norm is None):
-        raise ValueError("queries and keys are normed both or not at all")
+        raise ValueError("set both q_norm and k_norm, or neither")
     k_scale, v_scale = (scales.keys, scales.values) if scales else (k, v)
     group, half = num_heads // num_kv_heads, cos.shape[1]
     rest = head_dim - 2 * half

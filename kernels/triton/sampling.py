@@ -1,21 +1,22 @@
-"""Sample each row's token under temperature, top-k, top-p and min-p, without reading anything back from the device.
+"""Sample one token per row with temperature, top-k, top-p and min-p, without copying anything back to the host.
 
-The rules and the random numbers are those of the worker's sampler: a token is kept if its probability reaches a
-threshold (ties with the last kept one are kept), and the one drawn is where the kept probabilities, summed in order of
-token number, pass a uniform share of their sum. A probability that decides by less than the rounding of a float64 sum
-may fall the other way.
+The rules and random numbers are the same as in the worker's sampler: a token is kept if its probability reaches a
+threshold (ties with the last kept token are kept). The sampled token is the first one at which the cumulative sum of
+the kept probabilities, in order of token id, exceeds a uniform random number times their total. Results can differ from
+the worker's sampler only if a comparison depends on the rounding of a float64 sum.
 
-Every pass over the vocabulary is divided into blocks, one program each, which leave a number for their block; the next
-pass begins by joining those of its row in the order of blocks. So one row keeps as many processors busy as there are
-blocks, and its bits depend on nothing but the row. A last program draws: it finds the block by the blocks' sums and
-reads that block alone.
+Every pass over the vocabulary is divided into blocks. One program per block writes a partial result; the next pass
+begins by combining the partial results of its row in block order. Therefore a single row occupies as many processors as
+there are blocks, and its result depends bit for bit only on the row. The final program samples: it finds the block from
+the blocks' sums, and reads only that block.
 
-The threshold is the largest number at which some property still holds (enough tokens, or enough mass, at or above it).
-Float32 numbers that are not negative are ordered as their bits are, so it is searched over the bits, four in each pass,
-without sorting. No threshold is below a row's floor, which is known before the search: the least probability of the
-top_k most likely tokens, each taken from another small group of tokens, or one below which all tokens together weigh
-less than top-p leaves out. So only the tokens that reach the floor are copied and searched. Usually they are a few
-hundred: then a single program finds both thresholds, and the passes of the search skip the row.
+A threshold is the largest number for which enough tokens, or enough probability mass, are at or above it. Nonnegative
+float32 numbers have the same order as their bit patterns, so the search determines the bits of the threshold, four per
+pass, without sorting. Before the search, each row gets a floor, a lower bound of its thresholds. With top-k, tokens are
+divided into small groups, and the floor is the k-th largest of the groups' maxima. With top-p alone, it is a
+probability so low that all tokens below it have less mass than top-p excludes. Only the tokens that reach the floor,
+the candidates, are copied and searched. There are usually a few hundred: then a single program finds both thresholds,
+and the passes of the search skip the row.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from kernels.triton.dependent_launch import begin, num_processors, options
 
 _BLOCK = 4096
 _PART = 512
-# Tokens of a group of which only the highest weight counts for the floor.
+# Number of tokens per group; the floor is computed from the highest weight of each group.
 _GROUP = 128
-# Most candidates of a row that one program searches.
+# Maximum number of candidates in a row that a single program searches.
 _FEW = 1024
-# Programs for each processor in passes over candidates, so that rows that skip them are skipped soon.
+# Number of programs per processor in passes over candidates: enough that rows without a search cost little time.
 _PROGRAMS_PER_PROCESSOR = 16
 # The bits of 1.0, the largest probability, are below 2**30.
 _SHIFTS = (28, 24, 20, 16, 12, 8, 4, 0)
@@ -53,19 +54,19 @@ def sample(
     has_top_k: bool = True,
     has_top_p: bool = True,
 ) -> Tensor:
-    """Choose a token for each row of float32 logits [S, V] -> int32 [S]; all others are [S], on the same device.
+    """Sample a token for each row of float32 logits [S, V] -> int32 [S]. The other tensors are [S], on the same device.
 
     Args:
-        logits: Finite or -inf, at least one finite in a row.
-        temperature: float32; 0: the first of the highest.
-        top_k: int32; 0: all.
-        top_p: float32; 1: all.
-        min_p: float32; least probability, as a share of the highest.
-        seeds: int64 with the bits of the unsigned seed.
+        logits: Finite or -inf; each row has at least one finite logit.
+        temperature: float32; 0: greedy, the first token with the highest logit.
+        top_k: int32; 0: no limit.
+        top_p: float32; 1: no limit.
+        min_p: float32; minimum probability relative to the highest.
+        seeds: int64 with the bits of the unsigned 64-bit seeds.
         sequence_indices: int32.
-        positions: int32; the sequence's length, the number's place in its stream.
-        has_top_k: Whether any top_k is not 0.
-        has_top_p: Whether any top_p is not 1.
+        positions: int32; the sequence's length, which is the index of the random number in its stream.
+        has_top_k: Whether top_k is not 0 in any row.
+        has_top_p: Whether top_p is not 1 in any row.
     """
     (num_rows, num_tokens), device = logits.shape, logits.device
     block = min(_BLOCK, triton.next_power_of_2(num_tokens))
@@ -101,11 +102,11 @@ def sample(
     )
     limits = (top_k, top_p)
     is_searched = has_top_k or has_top_p
-    # Bits of each row's floor, or -1 if it needs no search, and whether it has too many candidates for one program; the
-    # candidates of each block, and their number. Without a search nothing reads them.
+    # floors: the bits of each row's floor, or -1 if the row needs no search. has_many: whether the row has too many
+    # candidates for one program. candidates, num_candidates: the candidates of each block. Only the search reads them.
     floors, has_many, num_candidates = empty(torch.int32), empty(torch.int32), empty(torch.int32, num_blocks)
     candidates = empty(torch.float32, num_blocks * block) if is_searched else weights
-    # Thresholds of top-k and top-p (bits), and the mass that top-p wants.
+    # The bits of the thresholds for top-k and top-p, and the mass that top-p requires.
     thresholds = torch.zeros(num_rows, 2, dtype=torch.int32, device=device)
     wanted = empty(torch.float64)
     if is_searched:
@@ -135,9 +136,9 @@ def sample(
             num_warps=16,
             **sizes,
         )
-    # Of two passes in turn: how many probabilities reach each pivot, and their sum, by block.
+    # For each block, the number of probabilities that reach each pivot, and their sum. Two passes alternate.
     counts, masses = empty(torch.int32, 2, num_blocks, 16), empty(torch.float64, 2, num_blocks, 16)
-    # Of two passes in turn: the bits found so far, and count and mass of what is above the next number.
+    # The bits found so far, and the number and mass of the probabilities above the next pivot. Two passes alternate.
     found, counts_above, masses_above = empty(torch.int32, 2), empty(torch.int32, 2), empty(torch.float64, 2)
     state = (has_many, floors, wanted, counts, masses, found, counts_above, masses_above)
     for search, is_used in enumerate((has_top_k, has_top_p)):
@@ -156,7 +157,7 @@ def sample(
                 num_warps=8,
                 **sizes,
             )
-        # The search of top-p begins with the mass that this leaves for it.
+        # This computes the mass that top-p requires, with which its search begins.
         if is_used or (search == 0 and has_top_p):
             last = (len(_SHIFTS) - 1) & 1
             _end_search[(num_rows,)](
@@ -204,7 +205,7 @@ def sample(
 
 @triton.jit
 def _mix(x):
-    """SplitMix64's finalizer."""
+    """Apply the finalizer of SplitMix64."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -212,7 +213,7 @@ def _mix(x):
 
 @triton.jit
 def uniform(seed, sequence_index, position):
-    """Return the float64 number in [0, 1) of each (seed, sequence, position)."""
+    """Return the random float64 number in [0, 1) for each seed, sequence index and position."""
     mixed = _mix(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15)
     mixed = _mix((mixed ^ sequence_index.to(tl.uint64)) + 0x9E3779B97F4A7C15)
     mixed = _mix((mixed ^ position.to(tl.uint64)) + 0x9E3779B97F4A7C15)
@@ -221,14 +222,14 @@ def uniform(seed, sequence_index, position):
 
 @triton.jit
 def _joined(ptr, row, other, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the numbers of a row's blocks, padded with `other`."""
+    """Load a row's partial results, one per block, padded with `other`."""
     blocks = tl.arange(0, BLOCKS)
     return tl.load(ptr + row * NUM_BLOCKS + blocks, mask=blocks < NUM_BLOCKS, other=other)
 
 
 @triton.jit
 def _block(ptr, row, block, stride, num_tokens, other, BLOCK: tl.constexpr):
-    """Return the numbers of a block of a row, padded with `other` behind the vocabulary's end."""
+    """Load a block of a row, padded with `other` after the end of the vocabulary."""
     columns = block * BLOCK + tl.arange(0, BLOCK)
     return tl.load(ptr + row.to(tl.int64) * stride + columns, mask=columns < num_tokens, other=other)
 
@@ -244,7 +245,7 @@ def _find_highest(
     NUM_BLOCKS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Write each block's highest logit and the first place of it."""
+    """Write each block's highest logit and the first token that has it."""
     begin(IS_DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
     logits = _block(logits_ptr, row, block, stride, num_tokens, float("-inf"), BLOCK)
@@ -268,7 +269,7 @@ def _weigh(
     BLOCKS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Write each token's weight, of which the highest is 1, each block's sum, and each group's highest weight."""
+    """Write each token's weight (the row's highest is 1), each block's sum, and each group's highest weight."""
     begin(IS_DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
@@ -293,13 +294,13 @@ def _total(sums_ptr, row, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _probabilities(weights_ptr, total, row, block, num_tokens, BLOCK: tl.constexpr):
-    """Return a block's probabilities, with 0 past the vocabulary's end."""
+    """Return a block's probabilities, padded with 0 after the end of the vocabulary."""
     return _block(weights_ptr, row, block, num_tokens, num_tokens, 0.0, BLOCK) / total
 
 
 @triton.jit
 def _is_wanted(search, top_k, top_p, num_tokens):
-    """Return whether a row needs this search: 0 is that of top-k, 1 that of top-p."""
+    """Return whether a row needs this search: 0 is the search for top-k, 1 for top-p."""
     return ((top_k > 0) & (top_k < num_tokens)) if search == 0 else top_p < 1.0
 
 
@@ -318,7 +319,7 @@ def _find_floor(
     BLOCKS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Write the bits of a number that is not above the row's thresholds, or -1 if the row needs no search."""
+    """Write the bits of a lower bound of the row's thresholds, or -1 if the row needs no search."""
     begin(IS_DEPENDENT)
     row = tl.program_id(0)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
@@ -329,7 +330,7 @@ def _find_floor(
         return
     floor = 0
     if has_top_k:
-        # The threshold of top-p is not below that of top-k, because the tokens kept by top-k have all the mass.
+        # top-p only considers the tokens that top-k keeps, so its threshold is not below that of top-k.
         groups = tl.arange(0, PADDED)
         peaks = tl.load(peaks_ptr + row * GROUPS + groups, mask=groups < GROUPS, other=0.0)
         peaks /= _total(sums_ptr, row, NUM_BLOCKS, BLOCKS)
@@ -339,7 +340,7 @@ def _find_floor(
             counts = tl.sum((bits[:, None] >= numbers[None, :]).to(tl.int32), 0)
             floor = tl.max(tl.where((counts >= top_k) | (tl.arange(0, _PIVOTS) == 0), numbers, 0), 0)
     else:
-        # Half of what top-p leaves out, so that rounding of the sums does not matter.
+        # Half of the mass that top-p excludes, so that rounding of the sums does not matter.
         floor = (tl.maximum(1.0 - top_p - 1e-4, 0.0) * 0.5 / num_tokens).to(tl.int32, bitcast=True)
     tl.store(floors_ptr + row, floor)
 
@@ -357,7 +358,7 @@ def _gather(
     BLOCKS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Write a block's probabilities that reach the floor one after the other, in the order of tokens."""
+    """Write the probabilities of a block that reach the floor contiguously, in token order."""
     begin(IS_DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
     floor = tl.load(floors_ptr + row)
@@ -376,12 +377,13 @@ def _gather(
 
 @triton.jit
 def _best(counts, masses, count, mass, before, floor, shift, count_above, mass_above):
-    """Return the state behind a pass: bits of the highest pivot that enough reach, count and mass above its next.
+    """Return the state after a pass: the bits of the highest pivot that at least `count` tokens with a total mass of at
+    least `mass` reach, and the count and mass of the tokens that reach the next pivot.
 
-    Enough are `count` tokens with `mass`. `before` has the bits found so far, which the pivots follow at `shift`.
+    `before` has the bits found by previous passes; `shift` is the position of the four bits in which the pivots differ.
     """
     pivots = tl.arange(0, _PIVOTS)
-    # What does not reach the floor was not counted. The first pivot holds: it is what the pass before found.
+    # Tokens below the floor were not counted. The first pivot always qualifies: the previous pass found it.
     holds = ((counts >= count) & (masses >= mass)) | (before + (pivots << shift) <= floor)
     holds = (holds & ((pivots < 4) | (shift < 28))) | (pivots == 0)
     best = tl.max(tl.where(holds, pivots, 0), 0)
@@ -394,27 +396,29 @@ def _best(counts, masses, count, mass, before, floor, shift, count_above, mass_a
 
 @triton.jit
 def _numbers(found, shift):
-    """Return the pivots of a pass. In the first one the last would exceed 31 bits, and nothing reaches the fifth."""
+    """Return the pivots of a pass. In the first pass only four are needed; the last ones would exceed 31 bits."""
     pivots = tl.arange(0, _PIVOTS)
     return found + (tl.where(shift < 28, pivots, tl.minimum(pivots, 4)) << shift)
 
 
 @triton.jit
 def _counted(p, bits, numbers):
-    """Return how many probabilities reach each number, and their sum."""
+    """Return the number of probabilities that reach each pivot, and their sum."""
     reaches = bits[:, None] >= numbers[None, :]
     return tl.sum(reaches.to(tl.int32), 0), tl.sum(tl.where(reaches, p[:, None].to(tl.float64), 0.0), 0)
 
 
 @triton.jit
 def _mass_left(found, count_above, mass_above, top_k):
-    """Return the mass of exactly top_k tokens: those above the last one, and it as often as is left."""
+    """Return the mass of exactly top_k tokens: those above the threshold, and enough at the threshold."""
     return mass_above + (top_k - count_above).to(tl.float64) * found.to(tl.float32, bitcast=True).to(tl.float64)
 
 
 @triton.jit
 def _threshold(p, bits, count, mass, floor):
-    """Return the bits of the highest number that `count` probabilities with `mass` reach, count and mass above it."""
+    """Return the bits of the highest number that at least `count` probabilities with a total of at least `mass` reach,
+    and the count and mass of the probabilities above it.
+    """
     found = 0
     count_above = 0
     mass_above = tl.full([], 0.0, tl.float64)
@@ -443,7 +447,7 @@ def _search_few(
     BLOCKS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Write the thresholds of a row with at most FEW candidates, and whether it has more."""
+    """Write whether a row has more than FEW candidates, and its thresholds if it does not."""
     begin(IS_DEPENDENT)
     row = tl.program_id(0)
     floor = tl.load(floors_ptr + row)
@@ -453,7 +457,7 @@ def _search_few(
     tl.store(has_many_ptr + row, has_many.to(tl.int32))
     if (floor < 0) | has_many:
         return
-    # The candidates of all blocks, one after the other.
+    # Concatenate the candidates of all blocks.
     places = tl.arange(0, FEW)
     is_candidate = places < num_candidates
     is_behind = tl.cumsum(counts, 0)[None, :] <= places[:, None]
@@ -490,9 +494,9 @@ def _narrowed(
     NUM_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Return `_best` of a pass, whose numbers its programs left by block.
+    """Return `_best` of a pass from its partial results.
 
-    Enough are top_k tokens, or for the search of top-p one token and the mass that it wants.
+    The search for top-k requires top_k tokens, the search for top-p one token and the mass in `wanted_ptr`.
     """
     count = top_k if search == 0 else 1
     mass = tl.full([], 0.0, tl.float64)
@@ -510,13 +514,13 @@ def _narrowed(
 
 @triton.jit
 def _part(candidates_ptr, block, start, num_candidates, BLOCK: tl.constexpr, PART: tl.constexpr):
-    """Return the next candidates of a block, numbered over all rows, padded with 0, and which are not padding."""
+    """Return the next candidates of a block, padded with 0, and their mask; blocks are numbered across all rows."""
     places = start + tl.arange(0, PART)
     is_candidate = places < num_candidates
     return tl.load(candidates_ptr + block.to(tl.int64) * BLOCK + places, mask=is_candidate, other=0.0), is_candidate
 
 
-# The parameters of rows come side by side in one copy, aligned as their number has it.
+# The rows' parameters are copied to the device as one buffer, so their alignment depends on the number of rows.
 @triton.jit(do_not_specialize=["search", "shift", "parity"], do_not_specialize_on_alignment=["top_k_ptr", "top_p_ptr"])
 def _search(
     top_k_ptr,
@@ -541,7 +545,7 @@ def _search(
     BLOCKS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Write, for 16 numbers that differ in four bits, how many of a block's candidates reach each, and their sum."""
+    """Write the number and sum of each block's candidates that reach each pivot; the 16 pivots differ in four bits."""
     begin(IS_DEPENDENT)
     row, program = tl.program_id(0), tl.program_id(1)
     top_k = tl.load(top_k_ptr + row)
@@ -577,11 +581,11 @@ def _search(
         counts = tl.zeros([_PIVOTS], tl.int32)
         masses = tl.zeros([_PIVOTS], tl.float64)
         num_candidates = tl.load(num_candidates_ptr + row * NUM_BLOCKS + block)
-        # As many at a time as fit in registers beside 16 pivots.
+        # Take as many at a time as fit in registers with 16 pivots.
         for start in range(0, num_candidates, PART):
             p, is_candidate = _part(candidates_ptr, row * NUM_BLOCKS + block, start, num_candidates, BLOCK, PART)
             bits = tl.where(is_candidate, p.to(tl.int32, bitcast=True), -1)
-            # Most parts have nothing that the next pivots could change.
+            # In most parts no candidate reaches the pivots.
             if tl.max(bits, 0) >= found:
                 more_counts, more_masses = _counted(p, bits, numbers)
                 counts += more_counts
@@ -614,7 +618,7 @@ def _end_search(
     BLOCKS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Write the threshold, and behind the search of top-k the mass that top-p wants of the tokens that are left."""
+    """Write the threshold, and after the search for top-k the mass that top-p requires of the remaining tokens."""
     begin(IS_DEPENDENT)
     row = tl.program_id(0)
     if tl.load(has_many_ptr + row) == 0:
@@ -646,7 +650,7 @@ def _end_search(
 
 @triton.jit
 def _kept(p, total, min_p, thresholds_ptr, row):
-    """Return probabilities with 0 for those below the thresholds: float64."""
+    """Return the probabilities as float64, with 0 for those below the thresholds."""
     by_k = tl.load(thresholds_ptr + row * 2).to(tl.float32, bitcast=True)
     by_p = tl.load(thresholds_ptr + row * 2 + 1).to(tl.float32, bitcast=True)
     threshold = tl.maximum(min_p / total, tl.maximum(by_k, by_p))
@@ -722,7 +726,7 @@ def _draw(
     BLOCKS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Write the token where the kept probabilities pass the row's share of their sum, or the first of the highest."""
+    """Write the sampled token, or with temperature 0 the first token with the highest logit."""
     begin(IS_DEPENDENT)
     row = tl.program_id(0)
     if tl.load(temperature_ptr + row) <= 0.0:
@@ -734,7 +738,7 @@ def _draw(
     number = uniform(tl.load(seeds_ptr + row), tl.load(sequence_indices_ptr + row), tl.load(positions_ptr + row))
     blocks = tl.arange(0, BLOCKS)
     target = tl.sum(by_block, 0) * number
-    # The last block with weight, where rounding lets the target reach the sum of all.
+    # The last block with a kept probability; rounding may let the target reach the total.
     last = tl.max(tl.where(by_block > 0, blocks, 0), 0)
     block = tl.minimum(tl.sum((passed <= target).to(tl.int32), 0), last)
     target -= tl.sum(tl.where(blocks < block, by_block, 0.0), 0)

@@ -100,7 +100,9 @@ def _accept_all_characters() -> None:
 
 
 def _unrecognized(words: list[str], command: argparse.ArgumentParser) -> str:
-    """Return an error message for arguments that are not of `command`, with the setting or flag that may be meant."""
+    """Return an error message for arguments that `command` does not have; it suggests the setting or flag that may be
+    meant.
+    """
     from midstream.cli.other_servers import our_flag
     from midstream.config import KNOWN_SETTINGS
 

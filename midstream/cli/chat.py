@@ -59,7 +59,7 @@ class Conversation:
         pace = Pace()
         try:
             asyncio.run(self._answer(turns, pieces, pace))
-        except KeyboardInterrupt:  # leaving the call has aborted the request; keep the partial answer
+        except KeyboardInterrupt:  # leaving the context has aborted the request; keep the partial answer
             self._console.print(" (cut)", style="dim")
         except MidstreamError as error:
             self._console.print(str(error), style="red", markup=False)

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=EMBEDDED_MODEL, metavar="MODEL", help=f"{MODEL_HELP} [smollm2, embedded]")
     parser.add_argument("--routers", type=int, default=2, metavar="N", help="[2]")
     parser.add_argument("--detokenizers", type=int, default=2, metavar="N", help="[2]")
-    parser.add_argument("--workers", type=int, metavar="N", help="[1, with --kill 2]")
+    parser.add_argument("--workers", type=int, metavar="N", help="Number of workers. [1, with --kill 2]")
     parser.add_argument(
         "--kill",
         action="store_true",

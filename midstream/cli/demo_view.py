@@ -30,7 +30,7 @@ class Answer:
 
 
 class DemoView(LiveDisplay):
-    """Shows `answers`, which change between updates."""
+    """Shows `answers`, which may change between updates."""
 
     def __init__(self, answers: Sequence[Answer], console: Console) -> None:
         self._answers = answers

@@ -131,7 +131,7 @@ class KillDemo:
 
     @property
     def num_answers(self) -> int:
-        """Number of finished answers, without the reference answers."""
+        """Number of finished answers, not counting the references."""
         return self.num_identical + len(self.differences)
 
     def longest_gaps(self) -> dict[str, float]:

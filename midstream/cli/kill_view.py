@@ -36,7 +36,7 @@ class KillView(LiveDisplay):
         super().__init__(console, is_transient=False, frames_per_second=12)
 
     def changed(self, line: str) -> None:
-        """Show a line of the log, or that text has grown."""
+        """Show a line of the log; update the text if the line is empty."""
         demo = self.demo
         if line:
             self._log.append(self._stamped(line))

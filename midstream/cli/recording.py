@@ -30,7 +30,7 @@ class SvgRecording:
 
     @property
     def is_due(self) -> bool:
-        """Whether another frame is due."""
+        """Whether it is time for another frame."""
         return not self._frames or time.monotonic() - self._frames[-1][0] >= _INTERVAL_S
 
     def add(self, view: RenderableType) -> None:

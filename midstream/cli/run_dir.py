@@ -3,7 +3,7 @@
 RUN_DIR/state.json   written by the supervisor at each change, replaced atomically
 RUN_DIR/lock         held by the supervisor while it runs, so that stale state is recognized
 RUN_DIR/logs/        one file per process
-RUN_DIR/journal/     requests and tokens, unless MIDSTREAM_JOURNAL is set; RUN_DIR/journal.documents beside it
+RUN_DIR/journal/     requests and tokens, unless MIDSTREAM_JOURNAL is set; RUN_DIR/journal.documents next to it
 RUN_DIR/api-keys     keys that routers accept from clients, with `midstream up --api-key`
 RUN_DIR/token        the key that this user's commands send to them
 """

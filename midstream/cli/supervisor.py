@@ -220,8 +220,8 @@ class _Process:
     async def _run_once(self) -> int:
         self._exited.clear()
         with self.log.open("ab") as log:
-            # The process gets a session of its own, so that Ctrl-C in the terminal reaches only the supervisor, which
-            # stops the processes in order.
+            # The process gets its own session, so that Ctrl-C in the terminal reaches only the supervisor, which stops
+            # the processes in order.
             process = await asyncio.create_subprocess_exec(
                 *self.spec.command,
                 stdin=asyncio.subprocess.DEVNULL,

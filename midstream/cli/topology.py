@@ -50,11 +50,11 @@ class Topology:
 
     Attributes:
         host: Address on which routers listen. All other processes listen on the loopback address.
-        port: gRPC port of the first router; 0: any free one; None: the default, or any free one if that is in use.
+        port: gRPC port of the first router; 0: any free one; None: the default port, or any free one if that is in use.
         http_port: HTTP port of the first router, likewise.
         served_model_name: Name of the model in the API; empty means the model's own name.
         num_prefill_workers: Number of workers that prefill, while the others decode; 0 means that each does both.
-        shares_ports: Whether all routers listen on `port` and `http_port`, in addition to ports of their own.
+        shares_ports: Whether all routers listen on `port` and `http_port`, in addition to their own ports.
     """
 
     model: str = EMBEDDED_MODEL

@@ -85,7 +85,7 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--share-ports",
         action="store_true",
-        help="All routers listen on --port and --http-port, and each also on ports of its own.",
+        help="All routers listen on --port and --http-port, and each also on its own ports.",
     )
     parser.add_argument("--detokenizers", type=int, default=1, metavar="N", help="[1]")
     parser.add_argument(
@@ -225,7 +225,7 @@ def _run_detached(name: str, topology: Topology, run_dir: RunDir, console: Conso
         state = _wait_until_ready(run_dir, supervisor, console)
     except KeyboardInterrupt:
         supervisor.terminate()
-        supervisor.wait()  # the next start would find the directory in use
+        supervisor.wait()  # otherwise the next start would find the directory in use
         raise
     if state is None:
         last = run_dir.read_state()
@@ -239,7 +239,7 @@ def _run_detached(name: str, topology: Topology, run_dir: RunDir, console: Conso
 
 
 def why_not_started(log: Path, status: int | None) -> str:
-    """Return the reason why the supervisor ended, according to its log, which may be incomplete if the disk is full."""
+    """Return why the supervisor ended, according to its log, which may be incomplete if the disk is full."""
     text = log.read_text(encoding="utf-8", errors="replace").strip()[-2000:]
     if text:
         return f"the service did not start; {log} ends with\n{text}"

@@ -84,7 +84,7 @@ class AsyncClient:
         self._channels: list[grpc.aio.Channel] = []
         self._stubs: Iterator[Stub] = iter(())
         self._is_closed = False
-        with contextlib.suppress(RuntimeError):  # without a running loop, the first call does this
+        with contextlib.suppress(RuntimeError):  # without a running loop, this is left to the first call
             self._bind(asyncio.get_running_loop())
 
     async def __aenter__(self) -> Self:
@@ -297,7 +297,7 @@ class AsyncClient:
         """Yield the statistics of the latest scheduler iteration, or with `follow` of all iterations from now on, under
         TensorRT-LLM's names.
 
-        `on_open` is called once no further iteration can be missed.
+        `on_open` is called once every further iteration will be received.
         """
         request = stats_pb2.GetIterationStatsRequest(stream=follow, min_interval_ms=min_interval_ms)
         call = self._next_stub().GetIterationStats(request)

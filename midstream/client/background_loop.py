@@ -16,10 +16,10 @@ _T = TypeVar("_T")
 
 
 class BackgroundLoop:
-    """Runs coroutines in a thread of its own, for any number of other threads."""
+    """Runs coroutines in a dedicated thread, for any number of other threads."""
 
     def __init__(self, owner: str) -> None:
-        """Start the thread; `owner` is the name in error messages of the object that uses it."""
+        """Start the thread; `owner` names the object that uses it in error messages."""
         self._owner = owner
         self._process = os.getpid()
         self._lock = threading.Lock()

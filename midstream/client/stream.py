@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # After this time without output, the router is probed; if it does not respond, another one is used.
 _SILENCE_S, _ANSWER_S = 2.0, 3.0
-# A rest of that time that is shorter counts as over; a clock may not be precise enough for it.
+# If less than this remains, the time counts as over, since the clock may not be precise enough.
 _LEAST_DELAY_S = 0.01
 
 
@@ -115,7 +115,7 @@ class AsyncStream:
     async def _next(self) -> Chunk:
         while True:
             if self._is_cancelled:
-                raise AbortedError("the stream was left before its end")
+                raise AbortedError("the stream was abandoned before its end")
             if self._call is None:
                 self._call = await self._open()
             response = await self._read(self._call)
@@ -217,7 +217,7 @@ class AsyncStream:
             self._watching = None
 
     async def _recover(self, error: grpc.aio.AioRpcError) -> None:
-        """Return when the stream should be opened again; raise the error if it cannot be resumed."""
+        """Wait until the stream should be reopened; raise the error if it cannot be resumed."""
         if self._final is not None:
             # The connection broke after the final chunk but before the RPC status; the chunk carries the same
             # information.
@@ -227,7 +227,7 @@ class AsyncStream:
         await self._leave(error.code(), error_from_rpc(error))
 
     async def _leave(self, code: grpc.StatusCode, error: MidstreamError) -> None:
-        """Return when the stream should be opened again at the next router; raise `error` if it cannot be resumed."""
+        """Wait until the stream should be reopened at the next router; raise `error` if it cannot be resumed."""
         self._stop_watching()
         await self._retries.wait(code, error)
         self._call = None
@@ -248,7 +248,7 @@ async def _watch(watched: weakref.ref[AsyncStream], stub: Stub, call: grpc.aio.C
         delay_s = _SILENCE_S - silence_s
         if delay_s > _LEAST_DELAY_S:
             continue
-        delay_s = _SILENCE_S  # if the router responds, it is asked again after another such silence
+        delay_s = _SILENCE_S  # if the router responds, it is probed again after another such silence
         try:
             await stub.GetModelInfo(loads_pb2.GetModelInfoRequest(), timeout=_ANSWER_S)
         except grpc.aio.AioRpcError as error:

@@ -16,7 +16,7 @@ class DetokenizerConfig(GrpcServiceConfig):
     )
     port: int = setting(50054, "gRPC port.")
     frames_port: int = setting(0, "TCP port for frames from other hosts; 0: any free one.")
-    schedulers: str = setting("127.0.0.1:50052", "Comma-separated scheduler targets, as of the routers.")
+    schedulers: str = setting("127.0.0.1:50052", "Comma-separated scheduler targets, as for routers.")
     router_names: str = setting(
         "router", "Certificate names of peers that may call as routers, comma-separated: kinds, DNS names or URIs."
     )

@@ -106,5 +106,7 @@ class RouterConfig(GrpcServiceConfig):
         10.0, "Seconds between log lines with throughput and open streams, while there are any; 0: no such lines."
     )
     num_tokenizer_threads: int = setting(
-        2, "Number of threads that tokenize and render templates for one client; fewer than processors."
+        2,
+        "Number of threads that tokenize and render templates for one client; should be less than the number of "
+        "processors.",
     )

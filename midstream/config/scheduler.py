@@ -70,7 +70,7 @@ class SchedulerConfig(GrpcServiceConfig):
     finished_ttl_s: float = setting(60.0, "Seconds that a finished request can still be resumed.")
     max_num_finished: int = setting(8192, "Maximum number of finished requests that are kept.")
     max_finished_tokens: int = setting(
-        16_777_216, "Maximum number of prompt and output tokens kept of finished requests."
+        16_777_216, "Maximum number of prompt and output tokens of finished requests to keep."
     )
     ledger_ttl_s: int = setting(90 * 24 * 3600, "Seconds that the ledger keeps a request's usage; 0: no ledger.")
     max_stored_bytes: int = setting(

@@ -43,8 +43,8 @@ class GrpcServiceConfig(ServiceConfig):
     )
     grpc_server: str = setting(
         "auto",
-        "Server of the gRPC port: own, on asyncio, takes less processor time; grpcio is gRPC's. auto is own if the "
-        "package hpack is installed, otherwise grpcio.",
+        "Implementation of the gRPC server: own is Midstream's, on asyncio, and takes less processor time; grpcio is "
+        "gRPC's. auto is own if the package hpack is installed, otherwise grpcio.",
         choices=("auto", "own", "grpcio"),
     )
     tls: bool = setting(False, "Use TLS on the gRPC port and for connections to other services.")

@@ -33,7 +33,7 @@ class WorkerConfig(ServiceConfig):
     kv: str = setting(
         "auto",
         "KV cache storage; auto: int16 with a scale for each token and head on CPU kernels, else the compute type. "
-        "On a GPU int8 and f8 (float8 e4m3) have such scales.",
+        "On a GPU, int8 and f8 (float8 e4m3) have the same kind of scales.",
         choices=("auto", "f32", "bf16", "int16", "int8", "f8"),
     )
     activations: str = setting(
@@ -71,8 +71,8 @@ class WorkerConfig(ServiceConfig):
     )
     host_kv_bytes: int = setting(
         0,
-        "Bytes of shared_kv_folder that keep full KV blocks after their eviction and after the death of the worker; "
-        "0: none.",
+        "Maximum bytes in shared_kv_folder for full KV blocks, which are kept after their eviction and after the "
+        "death of the worker; 0: none.",
     )
     disk_kv_folder: str = setting(
         "", "Folder on disk, accessible only to this user, that keeps full KV blocks; empty: none."
@@ -124,13 +124,14 @@ class WorkerConfig(ServiceConfig):
     cuda_graphs: bool = setting(True, "On a GPU, decode with CUDA graphs.")
     attention: str = setting(
         "auto",
-        "Attention kernels on a GPU; auto: Triton, or what is installed and faster, measured at the start for each "
-        "kind of step.",
+        "Attention kernels on a GPU; auto: Triton, or an installed package if it is faster, as measured at start-up "
+        "for each kind of step.",
         choices=("auto", "triton", "flash-attn", "flashinfer"),
     )
     run_ahead: str = setting(
         "auto",
-        "Launch a step before the tokens of the previous step are known; auto: on a GPU. All ranks must have the same.",
+        "Launch a step before the tokens of the previous step are known; auto: on a GPU. Must be the same on all "
+        "ranks.",
         choices=("auto", "on", "off"),
     )
     batch_invariant: bool = setting(False, "On a GPU, make outputs independent of the rest of the batch; slower.")

@@ -135,8 +135,7 @@ class BatchManager:
             get_inference_requests, send_response, poll_stop_signals, return_batch_manager_stats: As in the constructor.
             optional_params: Further settings.
 
-        Raises:
-            As `GenerationExecutor.create`.
+        Raises: As in `GenerationExecutor.create`.
         """
         optional = optional_params or OptionalParams()
         depth = {} if optional.enable_trt_overlap is None else {"pipeline_depth": 1 + optional.enable_trt_overlap}

@@ -476,8 +476,7 @@ class Executor(GenerationExecutor):
             model_type: Only DECODER_ONLY is supported.
             executor_config: Settings of the services.
 
-        Raises:
-            As `GenerationExecutor.create`.
+        Raises: As in `GenerationExecutor.create`.
         """
         config = executor_config or ExecutorConfig()
         if model_type not in list(ModelType):

@@ -207,7 +207,7 @@ class GenerationRequest:
 
     @property
     def is_beam_search(self) -> bool:
-        """Whether this is a beam search, of which all beams are returned together at the end."""
+        """Whether this is a beam search, whose beams are all returned together at the end."""
         params = self.sampling_params
         return (params.beam_width or (params.n if params.use_beam_search else None) or 1) > 1
 

@@ -42,14 +42,14 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The text of another rule."""
+    """A reference to another rule."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """The items in this order."""
+    """The items, one after another."""
 
     items: tuple[Node, ...]
 

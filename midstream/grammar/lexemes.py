@@ -3,7 +3,7 @@
 llguidance splits text into lexemes, and takes the longest match of those that are possible, whereas a rule of GBNF may
 end anywhere. A rule without recursion, a literal, or repeated characters become one lexeme, which is fast, unless text
 that may follow a lexeme could also continue it, or continue another one with the same beginning. Such lexemes are split
-further, ultimately into characters, which have no longer match.
+further, ultimately into single characters, for which no longer match is possible.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class _Converter:
         return found
 
     def unit_mask(self, node: Node) -> int:
-        """Return the bit for a unit in masks of units."""
+        """Return a mask with only the bit of this unit set."""
         number = self._numbers.setdefault(node, len(self._units))
         if number == len(self._units):
             self._units.append(node)

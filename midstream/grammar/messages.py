@@ -1,4 +1,4 @@
-"""What a service and its grammar process tell each other, in the form of midstream.socket_messages."""
+"""Messages between a service and its grammar process, sent with midstream.socket_messages."""
 
 from __future__ import annotations
 

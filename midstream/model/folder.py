@@ -140,7 +140,7 @@ class ModelFolder:
 
     def to_proto(self, features: Iterable[str]) -> loads_pb2.ModelInfo:
         """Return the public information about the model; `features` are those of the workers."""
-        from protos import loads_pb2  # here, because model folders are also read where protobuf is not installed
+        from protos import loads_pb2  # imported here, because protobuf may not be installed
 
         return loads_pb2.ModelInfo(
             model=self.name,

@@ -4,7 +4,7 @@ A setting is a comma-separated list of targets:
 
 - `host:port`: one address
 - `dns:///name:port`: all addresses of a name
-- `one-of:TARGET|TARGET`: of all addresses of these targets, that of the active scheduler; the others are standbys
+- `one-of:TARGET|TARGET`: the address of the active scheduler among these targets; the others are standbys
 """
 
 from __future__ import annotations

@@ -291,7 +291,7 @@ def _own_server(
     max_concurrent_streams: int,
     probes_bandwidth: bool,
 ) -> tuple[grpc.aio.Server, _AddPort]:
-    from midstream.rpc.http2 import GrpcServer  # here, because not every process has hpack installed
+    from midstream.rpc.http2 import GrpcServer  # imported here, because hpack may not be installed
 
     server = GrpcServer(
         interceptors=[errors],

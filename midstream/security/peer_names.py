@@ -19,7 +19,7 @@ from midstream.rpc.errors import Admit
 
 
 class PeerNames:
-    """Names of which a peer's certificate must contain one."""
+    """Names; a peer's certificate must contain at least one of them."""
 
     def __init__(self, names: str, field: str) -> None:
         """Parse a comma-separated list of kinds (`router`), DNS names and URIs. Raises ConfigError if it is empty."""

@@ -176,7 +176,7 @@ class Tls:
             try:
                 contents[name] = path.read_bytes()
             except OSError as error:
-                self._signature = ()  # try again, since the only reason may be too many open files
+                self._signature = ()  # try again, since the failure may be due only to too many open files
                 raise ConfigError(f"cannot be read: {error}", field=f"tls_{name}") from None
             if not contents[name].strip():
                 raise ConfigError(f"{path} is empty", field=f"tls_{name}")

@@ -43,7 +43,7 @@ Attributes = Mapping[str, str | int | float | bool]
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
-    """The identity of a span, of which child spans can be created.
+    """The identity of a span, from which child spans can be created.
 
     Attributes:
         trace_id: 128 bits, not 0.

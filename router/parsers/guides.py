@@ -70,7 +70,7 @@ def auto_guide(
         lines.append(f"section: begin {calls}")
     answer = f"section{'?' if max_calls == 1 else '*'} TEXT"
     if thinking is not None and spell.first_token(thinking[0]):
-        # TEXT does not match these tokens, so they need rules of their own: the model may still reason.
+        # TEXT does not match these tokens, so they need their own rules: the model may still reason.
         answer = f"(TEXT {spell(thinking[0])})? (TEXT {spell(thinking[1])})? {answer}"
     return "\n".join([f"start: {answer}", *lines, _TEXT])
 

@@ -55,7 +55,7 @@ def answers_of(folder: ModelFolder) -> Answers | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{file} does not define a score: {error!r}", field="model") from None
+        raise ConfigError(f"{file} does not define how to compute a score: {error!r}", field="model") from None
     for token in (yes, 0 if no is None else no):
         if type(token) is not int or not 0 <= token < folder.vocab_size:
             raise ConfigError(f"{file}: {token!r} is not a token of the model", field="model")

@@ -1,8 +1,7 @@
 """Limits how many calls of one client, other than requests, are processed at the same time.
 
 They share the event loop with the requests. Without this limit, if another client kept dozens of calls in progress, a
-request would wait for a step of each of them, again and again. New requests have slots of their own
-(`FrontDoor.start`).
+request would wait for a step of each of them, again and again. New requests have separate slots (`FrontDoor.start`).
 """
 
 from __future__ import annotations

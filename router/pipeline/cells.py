@@ -33,7 +33,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _TRY_TIMEOUT_S = 5.0
 # Images wait for each other, and a large one takes seconds on a CPU.
 _ENCODE_TIMEOUT_S = 120.0
-# Room in a message beside a request, for what a message to or from the scheduler adds to it.
+# Bytes reserved for what a message to or from the scheduler contains in addition to the request.
 _ENVELOPE_BYTES = 4096
 
 

@@ -20,7 +20,7 @@ from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.python_process import python_command, python_environment
 from router.pipeline.template_renderer import CPU_LIMIT_S, LENGTH, MAX_OUTPUT_CHARACTERS
 
-# Time limit for a process that blocks without computing; its CPU time has a limit of its own.
+# Time limit for a process that blocks without computing; its CPU time has a separate limit.
 _WALL_LIMIT_S = 20.0
 _MAX_TEMPLATE_CHARACTERS = 1 << 20
 _MAX_ANSWER_BYTES = 12 * MAX_OUTPUT_CHARACTERS

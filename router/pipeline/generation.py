@@ -297,7 +297,7 @@ class Runner:
             is_named: Whether the client chose the request's id, so that a cell may already have the request.
             is_keyed: Whether the request's id was derived from an idempotency key.
             prepare: Completes the request.
-            guide_parts: Returns guides of which the request's guide consists, by field.
+            guide_parts: Returns the parts of the request's guide, by field.
 
         Raises:
             MidstreamError: The request is rejected.
@@ -616,7 +616,7 @@ class FrontDoor:
             timeout_s: Time left until the call's deadline.
             key: The idempotency key from which the request's id was derived; empty if there is none.
             prepare: Completes the request; called once the client's quotas and limits admit it, within its deadline.
-            guide_parts: Returns guides of which the request's guide consists, by field, to name those that are invalid.
+            guide_parts: Returns the parts of the request's guide, by field, so that errors name the invalid part.
             operation: OpenTelemetry's name of the operation; by default, `chat` or `text_completion`.
 
         Raises:
@@ -687,7 +687,8 @@ class FrontDoor:
             admission.release()
 
     def _admit(self, caller: Caller, request_id: str = "") -> tuple[Admission, Callable[[], None]]:
-        """Count a request by the caller's quotas and by the limit on streams; return what ends each of the two.
+        """Count a request against the caller's quotas and the limit on streams; return the handles that end these
+        counts.
 
         Raises:
             OverloadedError: One of them is reached.

@@ -20,7 +20,7 @@ MAX_CHECKED = 1024
 # Maximum number of waiting guides, in total and per client.
 MAX_WAITING, MAX_WAITING_PER_CLIENT = 256, 64
 _FIELD = "guided_decoding.guide"
-# Returns the guides of which a guide consists, by field.
+# Returns the parts of a guide, by field.
 GuideParts = Callable[[], Mapping[str, pb.GuidedDecodingConfig]]
 KINDS = {
     pb.GUIDE_TYPE_JSON: "json",
@@ -55,8 +55,8 @@ class GrammarChecker:
         """Check that the guide compiles.
 
         Args:
-            parts: Returns guides of which this one consists, by field; if one of them does not compile, the error names
-                its field.
+            parts: Returns the parts of this guide, by field; if one of them does not compile, the error names its
+                field.
 
         Raises:
             InvalidArgumentError: The guide does not compile within the limits.

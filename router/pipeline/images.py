@@ -22,9 +22,9 @@ from router.pipeline.client_semaphores import ClientSemaphores
 
 MAX_IMAGES = 16
 MAX_IMAGE_BYTES = 16 << 20
-# Images of one client that workers encode at the same time; those of other clients wait for no more than these.
+# Maximum number of images of one client that workers encode at the same time, so that others' images do not wait long.
 _MAX_ENCODED_PER_CLIENT = 2
-# The table must fit into a message to the scheduler, beside the rest of the request.
+# The table must fit into a message to the scheduler, in addition to the rest of the request.
 _MAX_TABLE_BYTES = 48 << 20
 
 _PARTS = operator.attrgetter("parts")

@@ -18,7 +18,7 @@ from router.pipeline.refusals import Refusals
 # by HTTP/2's flow control.
 _MAX_MESSAGES, _MAX_MESSAGES_PER_CLIENT = 128, 32
 _MESSAGE_TIMEOUT_S = 30.0
-# Health checks need no credentials, so they have slots of their own. Their messages are small and arrive quickly.
+# Health checks need no credentials, so they have separate slots. Their messages are small and arrive quickly.
 _MAX_CHECKS, _MAX_CHECKS_PER_CLIENT = 1024, 32
 _CHECK_TIMEOUT_S = 2.0
 # Maximum number of requests of one client that wait for a slot, and how long a request waits.

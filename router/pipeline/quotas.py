@@ -56,7 +56,7 @@ class _Rate:
         self._level = self.level(now) - amount
 
     def with_limit(self, limit: int, now: float) -> _Rate:
-        """Return a bucket with another limit, of which the same part remains."""
+        """Return a bucket with another limit and the same remaining fraction."""
         return self if limit == self.limit else _Rate(self.name, limit, now, self.level(now) / self.limit)
 
     def seconds_until(self, level: float, now: float) -> float:
@@ -65,7 +65,7 @@ class _Rate:
 
 
 class ChargedTokens:
-    """The range of output tokens of each sequence of a request that its client has been charged for."""
+    """For each sequence of a request: the range of output tokens that its client has been charged for."""
 
     def __init__(self) -> None:
         self._ranges: dict[int, tuple[int, int]] = {}
@@ -74,7 +74,7 @@ class ChargedTokens:
         """Add the tokens of a chunk; return how many of them are new.
 
         Of two ranges with a gap between them only the later one is kept: tokens may be counted twice if a client does
-        not read them in order, but never not at all.
+        not read them in order, but are always counted.
         """
         first, end = chunk.token_offset, chunk.next_offset
         if first == end:
@@ -239,7 +239,7 @@ class Quotas:
         return Admission(self, caller.name, request_id)
 
     def resume(self, caller: Caller, request_id: str = "") -> Admission:
-        """Return what is charged for output that `caller` reads of a request that was admitted before."""
+        """Return the admission to charge for output that `caller` reads from a request admitted earlier."""
         if not caller.is_authenticated:
             return Admission(self, "", "", is_running=False)
         account, is_running = self._account(caller), request_id in self._unread_of(caller)
@@ -260,7 +260,7 @@ class Quotas:
         self._report(client, account, num_requests=num_requests)
 
     def forget(self, client: str, request_id: str) -> None:
-        """Forget what output of a request its client has been charged for."""
+        """Forget which output tokens of a request its client has been charged for."""
         self._charged.pop((client, request_id), None)
 
     def charged_of(self, client: str, request_id: str) -> ChargedTokens:

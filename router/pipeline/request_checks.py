@@ -149,7 +149,7 @@ def check_request(
     images = images_of(request)
     check_images(request, images, model)
     check_virtual_tokens(request, model, has_images=bool(images))
-    fit_to_context(len(request.token_ids.values), None, model, "token_ids")  # before the ids are looked at
+    fit_to_context(len(request.token_ids.values), None, model, "token_ids")  # before the ids are checked
     _check_ids(request.token_ids.values, num_token_ids(request, model), "token_ids")
     if request.sampling.HasField("beam_width"):
         _Range(1, max_beam_width).check(request.sampling.beam_width, "sampling.beam_width")

@@ -45,7 +45,7 @@ class StartSlots:
         return Start(self, client, deadline)
 
     def enter(self, client: str) -> _Starts:
-        """Return the client's starts, which exist until its last start has left."""
+        """Return the client's starts; they are dropped when its last start has left."""
         if client != self._last_client:
             if self._last_client:
                 self._alone_from = asyncio.get_running_loop().time() + _ALONE_S

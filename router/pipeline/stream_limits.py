@@ -42,7 +42,7 @@ _HEALTH = "/grpc.health.v1.Health/"
 
 
 def is_query(method: str) -> bool:
-    """Return whether a gRPC method neither runs or aborts requests nor reports the health."""
+    """Return whether a gRPC method does anything other than run or abort requests or report health."""
     runs_or_aborts = method in _COUNTED_AS_REQUESTS or method in _COUNTED_AS_STREAMS or method == _NATIVE + "Embed"
     return not runs_or_aborts and not method.startswith(_HEALTH)
 

@@ -35,7 +35,7 @@ class StreamSlots:
     While a stream waits for a message, all but the message's last byte may have arrived, in memory that gRPC has
     allocated. A client may leave a stream idle for any length of time, so a time limit cannot detect this. Instead, if
     there are too many such streams, the one that has waited longest is ended. Streams with running requests are never
-    ended, and have slots of their own, half as many.
+    ended, and have separate slots, half as many.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class StreamSlots:
                     num_left -= 1
                     self._remove(stream)
                     turn.set_result(False)
-        for client in list(self._waiting)[:1]:  # another client is first the next time
+        for client in list(self._waiting)[:1]:  # another client will be first next time
             self._waiting[client] = self._waiting.pop(client)
             self._look_later()
 
@@ -142,7 +142,7 @@ class StreamSlots:
 
     @staticmethod
     def _has_slot(stream: RequestStream[Any], reading: list[RequestStream[Any]], limit: int) -> bool:
-        """Return whether `stream` can be added to streams of which `limit` may be idle, and half as many busy.
+        """Return whether `stream` can be added, given that `limit` streams may be idle, and half as many busy.
 
         A stream becomes idle when its last request ends, so there may be more idle ones.
         """

@@ -1,4 +1,4 @@
-"""What clients use of their quotas at each router, as routers report it to each other through the schedulers.
+"""Clients' quota usage at each router, which routers report to each other through the schedulers.
 
 A report has the usage of each client in the intervals of the last minute. It is repeated every second, so a lost report
 has no effect, and a router that has just started learns of the last minute.

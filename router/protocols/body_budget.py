@@ -44,7 +44,7 @@ class BodyBudget:
         self.max_body_bytes = max_body_bytes
         self.num_bytes = 0
         self._by_client: Counter[str] = Counter()
-        # The first waiting body of each client holds its client's turn until there is room.
+        # The first waiting body of each client blocks its client's other bodies until there is room.
         self._turns = ClientSemaphores(1)
         self._removed = asyncio.Event()
 

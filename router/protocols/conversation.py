@@ -141,7 +141,7 @@ class Tools:
     is_parallel: bool = True
 
     def require(self, name: str, field_name: str) -> Tools:
-        """Return the tools of which `name` must be called. Raises InvalidArgumentError if it is not among them."""
+        """Return the tools, requiring a call of `name`. Raises InvalidArgumentError if it is not among them."""
         self._check_known({name}, field_name)
         return replace(self, choice="named", named=name)
 

@@ -75,7 +75,7 @@ _COMMON: Table = {
 COMPLETIONS: Table = {
     "model": ("works", "the served model, or a loaded adapter"),
     "prompt": ("works", "text, token ids, or an array of either"),
-    "max_tokens": ("works", "16 by default; 0 requires `echo` and returns the prompt alone, for scoring"),
+    "max_tokens": ("works", "16 by default; 0 requires `echo` and returns only the prompt, for scoring"),
     "best_of": ("works", "must be at most `n` with `stream`"),
     "logprobs": ("works", ""),
     "echo": ("works", ""),

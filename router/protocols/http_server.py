@@ -30,7 +30,7 @@ _LOOK_INTERVAL_S = 1.0
 HEAD_TIMEOUT_S, BODY_TIMEOUT_S = 10.0, 60.0
 _MAX_CONNECTIONS = 16_384
 _BACKLOG = 2048
-# Maximum number of connections accepted per iteration of the event loop; other requests wait for no more than these.
+# Maximum number of connections accepted per iteration of the event loop; no other request waits for more than these.
 _MAX_ACCEPTED_PER_TURN = 8
 # Time for requests that are canceled at the end of the drain time to be rejected.
 _REJECTION_S = 1.0
@@ -183,7 +183,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Handle a request's complete head."""
-        # A tunnel, for which CONNECT asks, is not an offer but the request itself.
+        # CONNECT asks for a tunnel: this is the request itself, not an offer of another protocol.
         self.offers_protocol = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
         if self.offers_protocol:
             return
@@ -278,7 +278,7 @@ class DrainedApp:
 class OriginCheckedApp:
     """ASGI middleware that rejects calls by web pages of other sites, except GET.
 
-    Without it, a page could send a call whose answer the browser withholds from it: a POST of plain text needs no
+    Otherwise a page could make calls, although the browser hides their responses from it: a POST of plain text needs no
     preflight.
     """
 
@@ -300,7 +300,7 @@ def _is_from_another_site(headers: Mapping[bytes, bytes]) -> bool:
     site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
     if site is not None:
         return site not in (b"same-origin", b"none")
-    # Browsers send that header only over HTTPS and to this host. Other clients than browsers send no origin.
+    # Browsers send that header only over HTTPS and to this host. Clients other than browsers send no origin.
     return origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
 
 

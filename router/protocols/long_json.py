@@ -15,7 +15,7 @@ from typing import Any
 
 from router.parsers.machine import finite_float, refuse_constant
 
-# With no more separators than this, `json.loads` takes a few milliseconds; long texts of escapes take up to 70.
+# With no more separators than this, `json.loads` takes a few milliseconds; long texts of escapes take up to 70 ms.
 _MAX_SEPARATORS = 20_000
 # Maximum number of values and members, without the numbers that are parsed in pieces.
 MAX_VALUES = 100_000

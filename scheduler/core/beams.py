@@ -109,8 +109,8 @@ class BeamSearch:
         search = cls(spec)
         for step in steps[:-1]:
             search._extend(step)
-        # Decided tokens stay decided, so those of earlier states need not be found. A last step that leaves no beams
-        # changes nothing, hence the state before it counts too.
+        # Decided tokens stay decided, so only the last two states need to be examined: a last step that leaves no beams
+        # decides nothing.
         search._decide()
         for step in steps[-1:]:
             search.apply(step)

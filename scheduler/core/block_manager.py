@@ -18,7 +18,7 @@ from scheduler.core.request_spec import DEFAULT_RETENTION_PRIORITY
 
 @dataclass(slots=True)
 class BlockCounts:
-    """Counters, from the time when the group joined."""
+    """Counters since the group joined."""
 
     allocated: int = 0  # including reused blocks
     allocated_new: int = 0  # allocated without contents
@@ -209,7 +209,7 @@ class BlockManager:
     def _put_cached(self, block: int, now_ns: int) -> None:
         retention = self._retention.get(block, _DEFAULT)
         if retention.duration_ns is not None:
-            self._note_retained(block)  # its time begins now
+            self._note_retained(block)  # its duration starts now
             self._expiry_ns[block] = due_ns = now_ns + retention.duration_ns
             heapq.heappush(self._expiries, (due_ns, block))
             if len(self._expiries) > 2 * self.num_blocks:

@@ -172,7 +172,7 @@ def has_room_to_the_end(
     """
     cost = group.start_cost(request, num_sequences)
     num_left = group.tables.num_blocks_to_reserve - cost.num_blocks_to_end
-    # With attention windows, running sequences may hold blocks beside those that are counted for them.
+    # With attention windows, running sequences may hold blocks in addition to those that are counted for them.
     if cost.num_rows > group.num_free_rows or num_left < 0 or cost.num_blocks_at_once > group.blocks.num_available:
         return False
     return not leave_room or _leaves_room(request, group, cost, cost.num_blocks_to_end, num_left)
@@ -257,7 +257,7 @@ def _leaves_room(request: Request, group: WorkerGroup, cost: StartCost, num_bloc
         rows = max(1, rows)
     is_too_large = cost.num_rows > group.max_batch_size - rows or num_blocks > group.blocks.num_blocks - blocks
     if is_smallest and is_too_large:
-        return True  # the request could never leave that much
+        return True  # the request could never leave that much free
     if group.num_free_rows - cost.num_rows >= rows and num_blocks_left >= blocks:
         return True
     return _is_within_equal_share(request.spec.client_id, group, cost.num_rows, num_blocks)
@@ -265,7 +265,7 @@ def _leaves_room(request: Request, group: WorkerGroup, cost: StartCost, num_bloc
 
 def _is_within_equal_share(client_id: str, group: WorkerGroup, num_rows: int, num_blocks: int) -> bool:
     """Return whether a client would hold at most its equal share after taking this many more rows and blocks."""
-    num_clients = max(2, len({client_id, *group.holdings}))  # another client may hold nothing here yet
+    num_clients = max(2, len({client_id, *group.holdings}))  # another client may not hold anything here yet
     held_rows, held_blocks = group.holdings.of(client_id)
     if (held_rows + num_rows) * num_clients > group.max_batch_size:
         return False

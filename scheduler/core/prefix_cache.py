@@ -25,7 +25,8 @@ from scheduler.core.request_spec import RequestSpec
 _MAX_LOOKUPS = 64
 
 
-@dataclass(slots=True)  # not frozen: one is made for each block that becomes full, and frozen ones take twice the time
+# not frozen, since one is created for each block that becomes full, and frozen ones take twice as long to create
+@dataclass(slots=True)
 class BlocksStored:
     """Consecutive blocks of one hash chain became findable. `token_ids` are the tokens of all these blocks in order; if
     there are none, the blocks are of any chains, whose tokens and adapters are unknown.
@@ -107,12 +108,12 @@ class Lookups:
             self._next_hashes.add(next_hash)
 
     def note_block(self, block: int) -> None:
-        """Note that a block is withdrawn, is held again, or is no longer held."""
+        """Record that a block is withdrawn, is held again, or is no longer held."""
         if block in self._blocks:
             self._forget()
 
     def note_hash(self, value: int) -> None:
-        """Note that a block with this hash becomes findable."""
+        """Record that a block with this hash becomes findable."""
         if value in self._next_hashes:
             self._forget()
 
@@ -135,8 +136,8 @@ class PrefixCache:
         self.lookups = Lookups()
         self._block_of: dict[int, int] = {}
         self._hash_of: dict[int, int] = {}
-        # Blocks that no planned step computes yet, by the sequence that will compute them; None: the next one that
-        # needs them.
+        # Blocks that no planned step computes yet, by the sequence that will compute them; None means the next sequence
+        # that needs them.
         self._pending: dict[int, Writer | None] = {}
         self._changes: list[KvChange] = []
         self._news: list[tuple[int, int]] = []

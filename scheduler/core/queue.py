@@ -28,7 +28,7 @@ from scheduler.core.request import Request
 
 # Number of idle clients to remember, in addition to two per waiting request.
 _MAX_IDLE_CLIENTS = 64
-# Number of entries of requests that do not wait any longer to keep, in addition to one per waiting request.
+# Number of stale entries (of requests that no longer wait) to keep, in addition to one per waiting request.
 _MAX_REMOVED = 64
 
 
@@ -101,7 +101,7 @@ class _FairQueue:
         self._clients[request.spec.client_id].requests.remove(request)
 
     def note_removed(self, request: Request, waiting: dict[Request, int]) -> None:
-        """Note that a request does not wait any longer; forget such requests once they are more than the others."""
+        """Record that a request no longer waits; forget such requests once they are more than the others."""
         client = self._clients[request.spec.client_id]
         client.num_removed += 1
         if client.num_removed > len(client.requests) // 2 + _MAX_REMOVED:
@@ -195,7 +195,7 @@ class RequestQueue:
         self._fair_queue(request.spec.priority).push(request)
 
     def put_back(self, request: Request) -> None:
-        """Queue a request that ran before, or all of a request of which a part is still queued.
+        """Queue a request that ran before, or a whole request if a part of it is still queued.
 
         It is placed before all new requests of its priority.
         """

@@ -298,7 +298,7 @@ class RequestTimes:
 
 @dataclass(slots=True)
 class Counters:
-    """What a request has cost so far.
+    """The resources that a request has used so far.
 
     Attributes:
         num_cached_tokens: Number of prompt tokens found in the pool, or fetched from tiers or another worker.
@@ -471,7 +471,7 @@ class Request:
     Attributes:
         ordinal: Place in the order of arrival; smaller is older.
         group: The worker group whose blocks it holds; None while it is queued or after it has ended.
-        counters: What it has cost so far.
+        counters: The resources that it has used so far.
         lost_store: kv_store of the dead worker whose pool may still hold its blocks.
         may_fetch: Whether its blocks may be fetched from tiers; False after a worker died while fetching them.
         is_read_ahead: Whether a group was told to read its blocks from tiers while it waits.

@@ -34,7 +34,7 @@ class Totals:
     num_preemptions: int = 0
     num_recoveries: int = 0
     num_handovers: int = 0  # requests moved from prefill to decode groups
-    num_failed_handovers: int = 0  # requests that stayed because their blocks could not be fetched
+    num_failed_handovers: int = 0  # handovers whose blocks could not be fetched
     num_worker_deaths: int = 0
     num_worker_faults: int = 0  # invalid messages and lost results
     num_stale_messages: int = 0

@@ -592,7 +592,7 @@ class Results:
         if len(emitted) < len(step.generation):
             pairs = zip(step.generation, tokens, strict=True)
             tokens = [token for sequence, token in pairs if sequence.first_ordinal <= ordinal]
-        before_ns, num_alike = 0, 0  # most sequences got their last token in the same step: count them together
+        before_ns, num_alike = 0, 0  # most gaps are equal, so they are counted together
         for sequence in emitted:
             if sequence.last_token_ns != before_ns:
                 self._totals.inter_token_latency.observe(now_ns - before_ns, num_alike)
@@ -681,7 +681,7 @@ class Results:
             if codes.get(chunk.row, UNAVAILABLE) == UNAVAILABLE:
                 continue
             sharers = group.withdraw(chunk.blocks)
-            if chunk.sequence in failed:  # and not released after the step was planned
+            if chunk.sequence in failed:  # and was not released after the step was planned
                 sharers += group.sharers(chunk.sequence)
             for sharer in sharers:
                 failed.setdefault(sharer, _SHARES_NOTHING)

@@ -229,7 +229,7 @@ class WorkerGroup:
         if step.adoption.entries:
             self.tables.settle(step.adoption, event.missing_blocks)
         if self.fetched:
-            self.fetched.difference_update(step.adoption.hashes)  # the worker looked for them, and they are gone
+            self.fetched.difference_update(step.adoption.hashes)  # the worker no longer holds them
         if event.missing_blocks:
             asked = zip(step.adoption.blocks, step.adoption.hashes, strict=True)
             self.stored.difference_update(value for block, value in asked if block in event.missing_blocks)
@@ -244,8 +244,8 @@ class WorkerGroup:
         if not self.in_flight or event.last_step_id < self.in_flight[0].step_id:
             self._num_beats_ahead = 0
             return True
-        # The worker finished a step whose result is missing. Once may be due to reordering; twice means that the result
-        # is lost.
+        # The worker finished a step whose result is missing. The first time may be due to reordering; the second time
+        # the result is lost.
         self._num_beats_ahead += 1
         return self._num_beats_ahead < 2
 
@@ -312,12 +312,12 @@ class WorkerGroup:
 
     @property
     def units_per_block(self) -> int:
-        """Number of the scheduler's blocks that are as large as one of its blocks."""
+        """Number of the scheduler's blocks that one of its blocks corresponds to."""
         return self.tokens_per_block // self.config.tokens_per_block
 
     @property
     def num_kv_tokens(self) -> int:
-        """Number of tokens that its blocks hold together."""
+        """Number of tokens that all of its blocks hold."""
         return self.blocks.num_blocks * self.tokens_per_block
 
     @property
@@ -331,7 +331,7 @@ class WorkerGroup:
         return total
 
     def limit_contexts(self, limits: dict[Sequence, int]) -> None:
-        """Limit how many leading tokens of these sequences the next step may compute; others have no limit."""
+        """Limit how many leading tokens of these sequences the next step may compute; other sequences have no limit."""
         self._context_limits = limits
 
     def lift_context_limits(self) -> bool:
@@ -419,8 +419,8 @@ class WorkerGroup:
     def start(self, request: Request, num_sequences: int) -> None:
         """Assign rows to waiting sequences of a request, and allocate blocks for their known tokens.
 
-        They ignore results of steps that were planned before. Precondition: rows and blocks as in `start_cost` are
-        available; the request runs on no other group.
+        The sequences ignore results of steps that were planned before. Precondition: rows and blocks as in `start_cost`
+        are available; the request runs on no other group.
 
         Args:
             request: The request, which has waiting sequences.

@@ -29,7 +29,7 @@ def report_beams(request: Request, num_reported: int) -> None:
     if not has_new or not (wants_log_probs or any(step.reports for step in reported)):
         return
     if not num_reported:
-        # The end of the prompt was computed by the first step, in which there was one beam.
+        # The end of the prompt was computed in the first step, when there was only one beam.
         rows = _rows_of(search.steps[0], 0)
         best.outputs.extend(ExtraOutput(0, row.SerializeToString()) for row in rows if _is_of_prompt(row))
     _report(best, search.decided, search.steps, range(num_reported, len(best.output)), wants_log_probs)

@@ -204,7 +204,7 @@ class Dispatcher:
             event = self._decode(frames)
             if event is not None:
                 self._on_event(event)
-            if not self._is_readable():  # costs less than the exception
+            if not self._is_readable():  # cheaper than catching the exception
                 return
 
     def _read_if_readable(self) -> None:

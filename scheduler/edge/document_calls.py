@@ -1,7 +1,7 @@
 """The RPCs with which routers store documents for clients.
 
-Their document kinds are separate from those of the scheduler itself: no router can read or change kept requests or the
-ledger.
+Routers' document kinds are separate from those of the scheduler itself: no router can read or change kept requests or
+the ledger.
 """
 
 from __future__ import annotations

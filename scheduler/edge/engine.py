@@ -257,12 +257,12 @@ class Engine:
             entry.request.release_sequences()
 
     def _on_attach(self, request_id: str) -> None:
-        self._apply(Attached(self.now_ns(), request_id))  # leaves nothing to plan
+        self._apply(Attached(self.now_ns(), request_id))  # needs no turn
 
     def _on_detach(self, request: Request) -> None:
-        # The reader may have stayed longer than its request, whose id another request may have now.
+        # The reader may outlast its request, whose id may be in use by another request now.
         if self.core.lifecycle.requests.get(request.request_id) is request:
-            self._apply(Detached(self.now_ns(), request.request_id))  # may start a timer, but leaves nothing to plan
+            self._apply(Detached(self.now_ns(), request.request_id))  # may start a timer, but needs no turn
         self._check_idle()
         self._arm()
 

@@ -111,7 +111,7 @@ class FeedHub:
         log.is_awaited = True
 
     def expect_reader(self, request_id: str) -> None:
-        """Note that a client submitted a known request again, and will read it."""
+        """Record that a client submitted a known request again, and will read it."""
         log = self.logs.get(request_id)
         if log is not None:
             log.num_expected += 1
@@ -311,7 +311,7 @@ class DetokenizerFeed:
     def collect(self) -> scheduler_pb2.FeedBatch | None:
         """Return all new data, up to about MAX_TOKENS_PER_BATCH tokens, or None.
 
-        First tokens, which come first in a step's results, have a batch of their own, so that their clients do not wait
+        First tokens, which come first in a step's results, have their own batch, so that their clients do not wait
         until the other streams' tokens have been processed.
         """
         if not self.dirty and not self._refused:

@@ -10,7 +10,7 @@ from midstream.errors import MidstreamError
 from protos import generation_pb2, scheduler_pb2, worker_pb2
 from scheduler.core.request import Request, Sequence, SequenceEnd
 
-MAX_BYTES = 8 << 20  # of the parts of a batch other than its tokens; the last one may exceed it
+MAX_BYTES = 8 << 20  # maximum bytes of a batch other than its tokens; the last item may exceed it
 
 
 class Log(Protocol):

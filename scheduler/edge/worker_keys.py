@@ -70,7 +70,8 @@ class WorkerKeys:
             signature = sign_folder(self._folder, "curve_worker_keys")
             if signature != self._signature:
                 self._allowed = read_public_keys(self._folder, "curve_worker_keys")
-                self._signature = signature  # only now, since the only reason for a failure may be too many open files
+                # only after success, since a failure may be due only to too many open files
+                self._signature = signature
                 logger.info("loaded %d worker keys", len(self._allowed))
         except ConfigError as error:
             logger.warning("the worker keys on disk are invalid; keeping the old ones: %s", error)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 _MAGIC = b"MSJL"
 _HEADER = struct.Struct("<4sIQI")
 _CHECKED = struct.Struct("<IQ")
-# What a frame adds to its payload.
+# Number of bytes that a frame adds to its payload.
 FRAME_BYTES = _HEADER.size
 
 

@@ -11,7 +11,7 @@ from midstream.errors import UnavailableError
 from scheduler.journal.documents import Cursor, Execute, SqlDocuments
 from scheduler.journal.postgres import connect
 
-# Ids are compared by bytes, whatever the collation of the database.
+# Ids are compared by bytes, regardless of the database's collation.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS midstream_documents (
     kind text NOT NULL, id text COLLATE "C" NOT NULL, owner text COLLATE "C" NOT NULL, version bigint NOT NULL,

@@ -26,9 +26,9 @@ class Transaction:
         accepted: (number, sealed JournalRequest) of new requests.
         commit: A sealed JournalCommit; empty if there is none.
         forgotten: Numbers of requests whose rows are deleted.
-        compacted: (number, sealed JournalCommit of that request alone) of changed requests; commits are deleted. None:
-            they stay.
-        adapters: (name, sealed JournalAdapter) of loaded adapters; an empty record: unloaded.
+        compacted: (number, sealed JournalCommit of that request alone) of changed requests; commits are deleted. None
+            means that commits are kept.
+        adapters: (name, sealed JournalAdapter) of loaded adapters; an empty record means that the adapter was unloaded.
         rewritten: (number, sealed JournalRequest, sealed JournalCommit of that request alone) of requests as of
             `commit`, replacing all that is stored of them.
     """
@@ -47,7 +47,7 @@ class StoredJournal:
 
     Attributes:
         requests: (number, sealed JournalRequest, sealed output as of the last compaction or nothing), by number.
-        commits: (number, sealed JournalCommit), oldest first. An empty record: the commit is lost.
+        commits: (number, sealed JournalCommit), oldest first. An empty record means that the commit is lost.
         first_commits: By request number: the first commit that its row does not include yet; default 0.
         adapters: (name, sealed JournalAdapter).
         num_damaged: Rows that the store itself could not read.
@@ -93,7 +93,7 @@ class Store(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise the errors that `write` would raise; called periodically when nothing is written."""
+        """Raise any error that `write` would raise; called periodically when nothing is written."""
 
     def stale(self, live_bytes: int) -> Sequence[int]:
         """Return the requests that the next transaction should rewrite; all rows have about `live_bytes` bytes."""
@@ -101,9 +101,9 @@ class Store(ABC):
 
     def begin_anew(self) -> None:
         """Become the writer of a new, empty journal after a LostError. Raises DeposedError if another scheduler has
-        done so, or JournalError if a journal of this kind cannot be started anew.
+        done so, or JournalError if a journal of this kind cannot be recreated.
         """
-        raise JournalError("it is lost, and a journal of this kind cannot be started anew")
+        raise JournalError("it is lost, and a journal of this kind cannot be recreated")
 
     @abstractmethod
     def close(self) -> None:

@@ -143,7 +143,7 @@ def _check_log_probs(field: str, rows: generation_pb2.LogProbs) -> None:
 
 def _is_log_prob(value: float) -> bool:
     """Return whether a log probability is valid; minus infinity is allowed, for tokens with probability 0."""
-    return value < math.inf  # false for NaN
+    return value < math.inf  # also false for NaN
 
 
 def _check_tensor(tensor: generation_pb2.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Those parts of the GPU benchmark that need no GPU."""
+"""The parts of the GPU benchmark that need no GPU."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_it_prints_partial_results_at_the_time_limit() -> None:
     assert run_benchmark("--parts", "passes").returncode == 0
     refused = run_benchmark("--parts", "unknown")
     assert refused.returncode == 2
-    assert "no part is called unknown" in refused.stderr
+    assert "unknown part: unknown" in refused.stderr
 
 
 def test_steps_of_a_tiny_model_run() -> None:
@@ -194,7 +194,7 @@ def test_steps_of_two_ranks_run(tmp_path: Path) -> None:
     command += ["--figures", json.dumps({"bandwidth": 1e12, "matmul": 1e12})]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
     found = [json.loads(line) for line in rows.read_text().splitlines()]
-    # There are three sizes of sums, and the way of small ones; and two kinds of steps.
+    # The rows are three sizes of sums, the method used for small sums, and two kinds of steps.
     assert len(found) == 3 + 1 + 2, result.stderr
     assert found[3]["measured"] == "through shared memory"
     assert found[4]["name"] == "fraction of the limit: greedy decode on two ranks, batch 1, context 40"

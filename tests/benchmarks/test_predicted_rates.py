@@ -1,7 +1,7 @@
-"""The loops of the kernels are found in what this machine's compiler builds, and are complete.
+"""The kernels' loops are found in the code that this machine's compiler generates, and are complete.
 
-By default only in the builds that this processor runs, which exist already; compiling another takes over a minute. With
-MIDSTREAM_ALL_LOOPS=1 in all of them.
+By default this tests only the builds that this processor runs, which exist already; compiling another one takes over a
+minute. With MIDSTREAM_ALL_LOOPS=1 it tests all of them.
 """
 
 from __future__ import annotations

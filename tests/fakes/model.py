@@ -1,4 +1,4 @@
-"""A fake model behind the worker protocol that validates every step; its output can be computed by hand.
+"""A fake model, driven over the worker protocol, that validates every step; its output can be computed by hand.
 
 The next token is the last token plus one, modulo the vocabulary size. Its "KV cache" stores, for each slot, a hash of
 all tokens up to it; when a row is computed, all preceding tokens must be in its blocks. Wrong sharing, blocks that are

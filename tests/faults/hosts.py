@@ -85,7 +85,7 @@ class Namespaces:
 
 
 class Relays:
-    """Hosts that are all this machine. For each pair of hosts and each direction there is a relay that can stop
+    """Simulated hosts on this machine. For each pair of hosts and each direction there is a relay that can stop
     forwarding.
     """
 

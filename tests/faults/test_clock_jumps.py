@@ -97,7 +97,7 @@ async def time_out(stub: Stub, stop: asyncio.Event) -> list[float]:
 
 @dataclass
 class Deadline:
-    """What the scheduler recorded of a request with a deadline; times are of the monotonic clock, in seconds.
+    """The scheduler's record of a request with a deadline; times are in seconds of the monotonic clock.
 
     Attributes:
         submitted: Time at which the scheduler got the request.
@@ -156,7 +156,7 @@ async def test_jumps_of_each_parts_clock_harm_no_request(tmp_path: Path) -> None
     late = [each.ended - each.deadline for each in deadlines]
     print(f"{sum(counts)} requests, {len(late)} deadlines, off by {min(late):+.3f} to {max(late):+.3f} s")
     for began, each in zip(sent, deadlines, strict=True):
-        # The router and the scheduler agree on the deadline with the client.
+        # The router and the scheduler use the same deadline as the client.
         assert began - TOLERANCE_S < each.deadline - DEADLINE_S < each.submitted + TOLERANCE_S
         # The scheduler did nothing else once the deadline had passed; it may have been stopped by the machine.
         assert each.before_end - TOLERANCE_S < each.deadline < each.ended + TOLERANCE_S

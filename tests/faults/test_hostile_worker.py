@@ -1,4 +1,4 @@
-"""Whatever a worker sends, the requests of the healthy worker complete correctly and the scheduler survives."""
+"""No matter what a worker sends, the requests of the healthy worker complete correctly and the scheduler survives."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ from tests.gpu_worker.tiny_models import make_runner
 
 MODEL = os.environ.get("MIDSTREAM_KILL_MODEL", "llama")
 ROTATIONS = range(4) if os.environ.get("MIDSTREAM_ALL_KILLS") else None
-# Idefics 3 needs an image processor (tests/integration/test_images.py kills its workers), and `phi3_long` cannot be as
-# long as the rig requires.
+# Idefics 3 needs an image processor (tests/integration/test_images.py kills its workers), and `phi3_long` does not
+# support sequences as long as these tests need.
 LEFT_OUT = ("idefics3", "phi3_long")
 # By default one model with recurrent state, and one with a latent cache.
 OTHER_MODELS = tuple(name for name in MODELS if name not in LEFT_OUT) if ROTATIONS else ("lfm2", "deepseek_v3")
@@ -151,7 +151,7 @@ async def test_the_output_is_identical_after_any_death_at_any_token(
         result = await service.run(request_of(kind, f"disturbed {rotation}"), kills)
         assert output(result) == output(expected)
     assert service.is_over_frames == (transport == "frames")
-    # Of the undisturbed run, all tokens may have arrived together.
+    # All tokens of the undisturbed run may have arrived together.
     assert service.num_streamed > len(expected.token_ids) // 2
     num_kills = len(expected.token_ids) * len(ROTATIONS or (0,))
     assert sum(service.num_kills.values()) >= num_kills
@@ -166,7 +166,7 @@ async def test_the_output_is_identical_after_any_death_at_any_token(
 async def test_a_group_of_ranks_that_runs_ahead_dies_at_any_step(
     kind: str, service: InProcessService, folder: ModelFolder, runner: ModelRunner
 ) -> None:
-    """One of the two ranks, or both, are killed when a step has just been sent, most often behind another step whose
+    """One of the two ranks, or both, are killed when a step has just been sent, most often after another step whose
     tokens the scheduler does not know yet.
 
     By default this happens at three steps of the request, and with MIDSTREAM_ALL_KILLS=1 at every step.

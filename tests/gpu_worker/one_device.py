@@ -1,4 +1,4 @@
-"""Refuses what a CUDA graph cannot record, for tensors of the `meta` device that stand in for a GPU's.
+"""Rejects operations that a CUDA graph cannot record; tensors of the `meta` device stand in for a GPU's.
 
 Most operations of `meta` tensors accept CPU tensors, for example as indices. A GPU's operations either raise an error
 or copy them first, and wait for the copy.

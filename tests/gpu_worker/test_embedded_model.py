@@ -20,7 +20,7 @@ from midstream.model.folder import ModelFolder, open_model_folder
 from tests.gpu_worker.tiny_models import Driver, make_runner
 
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 11, 15, 16, 17, 20, 25, 31, 33, 40, 50, 64, 80, 100, 150, 260, 330, 700)
-# Those that are compared with transformers, where a token takes several times as long as here: both kinds of prompt,
+# The prompts that are compared with transformers, which takes several times as long per token: both kinds of prompt,
 # lengths around a block, and several blocks.
 COMPARED = (1, 2, 5, 7, 15, 16, 17, 31, 33, 64, 330)
 NUM_NEW = 10

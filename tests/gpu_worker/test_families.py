@@ -347,8 +347,8 @@ def test_logits_are_those_of_transformers_and_their_bits_depend_on_the_tokens_al
     for row in range(3):
         if float(best[row, 0] - best[row, 1]) > 2 * limit:
             assert chosen[row] == int(wanted[row].argmax())
-    # Most time goes to steps of one token. From position 45 on, they pass all kinds of boundaries: those of blocks and
-    # of chunks of 32 keys, and the first key of a window.
+    # Most of the time is spent on steps of one token. From position 45 on, they pass all kinds of boundaries: those of
+    # blocks and of chunks of 32 keys, and the first key of a window.
     for chunk, beside, first in ((1, 0, 45), (7, 0, 0), (64, 0, 0), (70, 31, 0)):
         others, same = logits_of(runner, monkeypatch, tokens, chunk, beside, first)
         assert same == chosen

@@ -1,4 +1,5 @@
-"""Odd, damaged and missing settings of config.json: a model has the logits of transformers, or it is refused by name.
+"""Unusual, damaged and missing settings of config.json: a model has the logits of transformers, or is rejected with the
+setting's name.
 
 By default a sample of the settings of each family is tested. To test all of them, set MIDSTREAM_ALL_FAMILIES=1.
 """
@@ -223,7 +224,7 @@ def test_settings_that_no_model_can_have_are_refused_by_name(
 def test_experts_must_be_enough() -> None:
     _, config = config_of("deepseek_v3")
     for settings, named in (
-        ({"num_experts_per_tok": 5}, "each token has 5 experts of at most 4"),
+        ({"num_experts_per_tok": 5}, "each token uses 5 experts; must be at most 4"),
         ({"n_group": 3, "topk_group": 1}, r"the number of experts \(8\) must be a multiple of n_group \(3\)"),
         ({"topk_group": 5}, "topk_group is 5; n_group is 4"),
     ):

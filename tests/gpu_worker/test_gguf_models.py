@@ -1,5 +1,5 @@
-"""GGUF files of every family whose files can be read, compared with transformers. Of Llama, the embedded model is one
-(test_embedded_model.py).
+"""GGUF files of every family whose files can be read, compared with transformers. For Llama, test_embedded_model.py
+tests the embedded model.
 """
 
 from __future__ import annotations

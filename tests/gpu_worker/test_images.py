@@ -167,7 +167,7 @@ reader.main()
 def test_a_file_that_takes_over_its_reader_affects_no_other_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither may what it writes reach the result of another file, nor may it see another file."""
+    """Its output must not become the result of another file, and it must not see another file."""
     image, data = picture(9, 7)
     _replace_reader(_HOSTILE_READER, tmp_path, monkeypatch)
     with closing(ImageFiles()) as files:

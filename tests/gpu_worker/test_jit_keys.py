@@ -24,7 +24,9 @@ CPU = torch.device("cpu")
 def test_the_warm_up_compiles_every_kernel_that_random_steps_need(
     monkeypatch: pytest.MonkeyPatch, cuda_graphs: bool
 ) -> None:
-    """Without graphs, every number of tokens and of sequences is launched as it is, as steps are that no graph fits."""
+    """Without graphs, steps are launched with their exact numbers of tokens and sequences, as are steps that fit no
+    graph.
+    """
     keys = trace(monkeypatch)
     runner = random_runner(
         TINY,
@@ -48,7 +50,7 @@ def test_the_warm_up_compiles_every_kernel_that_random_steps_need(
 def test_the_warm_up_compiles_the_kernels_for_adapters_of_experts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Adapters of other layers leave the experts' kernels as they are without adapters."""
+    """Adapters of other layers do not change the kernels of the experts."""
     experts = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     make_tiny_model(tmp_path, "Qwen3Moe", vocab_size=VOCAB_SIZE, num_hidden_layers=1, head_dim=16, **experts)
     keys, folder = trace(monkeypatch), open_model_folder(str(tmp_path))

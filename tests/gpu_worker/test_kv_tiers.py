@@ -286,12 +286,14 @@ def test_blocks_above_the_rate_of_a_tier_are_stored_later(tmp_path: Path) -> Non
 
 
 def test_delayed_blocks_are_stored_before_later_ones(tmp_path: Path) -> None:
-    """Under a write limit, blocks that are always new would otherwise be stored instead of those that wait."""
+    """Otherwise, under a write limit, new blocks would always be stored before those that have waited."""
     disk = TierFolder("disk", tmp_path / "disk", "kind", BLOCK_BYTES, 100 * FILE_BYTES, max_bytes_per_s=1)
     new = [(number, 100 + number) for number in range(4, NUM_BLOCKS)]
 
     def seal(block: int, value: int, _: np.ndarray) -> None:
-        """Whenever the newest block is sealed, offer another one and let one block be written, in the end all."""
+        """Whenever the newest block is sealed, offer another one and let one block be written; at the end, let all be
+        written.
+        """
         if new and block == new[0][0] - 1:
             tiers.offer([new.pop(0)])
             disk._may_write_at = 0.0
@@ -427,7 +429,7 @@ def test_files_that_are_not_blocks_are_ignored(tmp_path: Path) -> None:
 
 
 def test_kinds_that_are_not_in_use_are_removed(tmp_path: Path) -> None:
-    """In host memory soon, because each upgrade leaves a kind there."""
+    """In host memory they are removed sooner, because each upgrade leaves a kind there."""
     old = tier(tmp_path / "tier", kind="old")
     old.put(1, block(1))
     hour_ago = time.time() - 3600

@@ -1,5 +1,4 @@
-"""The operations of each layer of a decode step on a GPU, each of which is one launch, and the graphs of models with
-experts.
+"""The operations in each layer of a decode step on a GPU (one launch each), and the graphs of models with experts.
 
 PyTorch's operations compute the results.
 """
@@ -145,7 +144,7 @@ def test_only_adapters_of_experts_add_launches_to_experts(
 
 
 def test_adapters_of_experts_have_their_own_graphs(launches: Launches, tmp_path: Path) -> None:
-    """A row has the same bits whatever adapters its neighbors have."""
+    """A row has the same bits regardless of its neighbors' adapters."""
     torch.manual_seed(0)
     decoder, description = load(tmp_path, "Qwen3Moe", **EXPERTS)
     dense, experts = (decoder.place_adapter(adapter(description, of_experts=kind)) for kind in (False, True))

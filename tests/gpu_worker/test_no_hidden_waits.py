@@ -147,7 +147,7 @@ def test_recorded_steps_read_nothing_from_the_device(tmp_path: Path, name: str, 
 
 
 class RecordingCommunicator:
-    """Stands in for the other rank of a stage, and notes the operations."""
+    """Stands in for the other rank of a stage, and records the operations."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

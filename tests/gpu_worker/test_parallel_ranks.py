@@ -164,7 +164,7 @@ def test_the_stages_compute_micro_batches_at_the_same_time_with_the_same_tokens(
             system.run(())
         assert system.core.totals.num_preemptions > 0
         assert runner.num_micro_batches == grid[1]
-    # Most passes began before the one before had ended.
+    # Most passes began before the previous one had ended.
     assert max(open_passes) == grid[1]
     assert sum(num > 1 for num in open_passes) > len(open_passes) / 2
     for one, other in zip(found, wanted, strict=True):

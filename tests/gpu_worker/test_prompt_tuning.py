@@ -188,4 +188,4 @@ def test_a_step_does_not_wait_for_a_lost_table() -> None:
     step = messages.complete(Step(new_sequences=(new,)))
     assert step is not None
     assert step.new_sequences[0].prompt_table is not None
-    assert messages.complete(Step(new_sequences=(new,))) is None  # applies to that step only
+    assert messages.complete(Step(new_sequences=(new,))) is None  # applies only to that step

@@ -73,7 +73,7 @@ def test_an_address_after_one_of_has_a_host_and_a_port(target: str) -> None:
 
 
 class _Tiers:
-    """Tiers that hold many blocks, one of which is removed after the registration."""
+    """Tiers that hold many blocks; one block is removed after the registration."""
 
     def hashes(self) -> set[int]:
         return set(range(10))
@@ -132,7 +132,7 @@ class _Fetcher:
         return reports
 
 
-# What the scheduler sends, and the kind of the answer.
+# The scheduler's messages, and the kind of each answer.
 _CALLS: dict[str, dict[str, Any]] = {
     "heartbeat": {},
     "step_result": {"step_batch": worker_pb2.StepBatch(epoch=1, step_id=1)},
@@ -144,7 +144,9 @@ _CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", _CALLS)
 def test_an_epoch_ends_with_the_first_message_that_cannot_be_sent(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the scheduler would wait for it; as when the socket's queue is full, the connection remains open."""
+    """Otherwise the scheduler would wait for it. The connection remains open, as it does when the socket's queue is
+    full.
+    """
     send, refused = zmq.Socket.send, list[str]()
 
     def send_or_refuse(dealer: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:

@@ -74,7 +74,7 @@ def test_a_word_longer_than_the_text_bans_nothing() -> None:
 
 
 def test_top_p_decays_from_token_to_token() -> None:
-    """The value is 0.8, then 0.8 / 2, 0.8 / 4, and never below 0.15; token 9 restores it."""
+    """top_p is 0.8, then 0.8 / 2, 0.8 / 4, and never below 0.15; token 9 resets it."""
     params = SamplingParams(top_p=0.8, top_p_decay=0.5, top_p_min=0.15, top_p_reset_id=9)
     outputs: list[list[int]] = [[], [1], [1, 1], [1, 1, 1], [1, 1, 9], [1, 9, 1], [9, 9, 9, 1, 1]]
     rows = make_rows([[9, 9, *output] for output in outputs], [params] * len(outputs))

@@ -60,7 +60,7 @@ def test_shared_memory_is_cleared_and_used_for_small_sums(memories: list[Tensor]
 @pytest.mark.usefixtures("memories")
 @pytest.mark.parametrize("num_agreed", [0, 1])
 def test_shared_sums_are_used_only_if_all_ranks_support_them(monkeypatch: pytest.MonkeyPatch, num_agreed: int) -> None:
-    """A rank that failed before the rendezvous does not come to it, so the others must not wait for it there."""
+    """A rank that failed earlier does not join the rendezvous, so the others must not wait for it there."""
     answers, num_met = iter([1] * num_agreed + [0]), 0
     rendezvous = symmetric.rendezvous
 
@@ -82,7 +82,7 @@ def test_a_rank_without_memory_says_so_before_the_rendezvous(monkeypatch: pytest
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(symmetric, "empty", refuse)
-    monkeypatch.setattr(symmetric, "rendezvous", lambda *_: pytest.fail("came to the rendezvous"))
+    monkeypatch.setattr(symmetric, "rendezvous", lambda *_: pytest.fail("joined the rendezvous"))
     monkeypatch.setattr(dist, "all_reduce", lambda x, **_: said.append(int(x)))
     assert symmetric_sum(RANKS, GROUP, torch.bfloat16, CPU) is None
     assert said == [0]

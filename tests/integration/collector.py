@@ -32,7 +32,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Values:
-    """What a histogram has received so far."""
+    """The values that a histogram has received so far."""
 
     attributes: dict[str, str]
     count: int

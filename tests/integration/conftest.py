@@ -28,7 +28,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def hold(tmp_path_factory: pytest.TempPathFactory) -> Hold:
-    """Return what holds a worker of the shared service."""
+    """Return the object with which a test pauses a worker of the shared service."""
     return Hold(tmp_path_factory.mktemp("hold"))
 
 

@@ -1,4 +1,4 @@
-"""A logits post-processor with which a test keeps a worker in the middle of a step."""
+"""A logits post-processor with which a test pauses a worker in the middle of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FOLDER = "TEST_HOLD_FOLDER"
 
 
 class Hold:
-    """The test's side: within this context, a request with the post-processor stops its worker after some tokens."""
+    """The test's side: within this context, a request with the post-processor pauses its worker after some tokens."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -67,7 +67,7 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
         "--workers",
         "2",
         MIDSTREAM_WORKER_TIMEOUT_MS="30000",
-        # Two workers that are killed one after the other start slowly beside other tests.
+        # Two workers that are killed one after the other start slowly while other tests run.
         MIDSTREAM_NO_WORKER_TIMEOUT_S="120",
         MIDSTREAM_KV="f32",
         **hold.settings,

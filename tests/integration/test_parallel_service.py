@@ -1,4 +1,4 @@
-"""A worker with two pipeline stages behind the whole service, with the embedded model; one rank is killed."""
+"""A worker with two pipeline stages in the whole service, with the embedded model; one rank is killed."""
 
 from __future__ import annotations
 

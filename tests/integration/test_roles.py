@@ -1,7 +1,7 @@
 """With prefill on one worker and decode on another, the tokens are the same as with combined workers, whichever worker
 is killed.
 
-Fifty kills of a prefill worker during transfers take half an hour, and the check of the longest pauses needs a quiet
+Fifty kills of a prefill worker during transfers take half an hour, and the check of the longest pauses needs an idle
 machine: TEST_KILLS=50 pytest -s -o faulthandler_timeout=0 tests/integration/test_roles.py
 """
 
@@ -29,7 +29,8 @@ NUM_KILLS = int(os.environ.get("TEST_KILLS", "2"))
 # Maximum cost of a kill in seconds, in addition to recomputing what was lost.
 MAX_PAUSE_S = 0.5
 RNG = random.Random(8)
-# A kill in a transfer needs only several blocks; at more moments, tests/faults/test_kill_at_every_step.py kills.
+# To be killed during a transfer, a request needs only several blocks; tests/faults/test_kill_at_every_step.py kills at
+# more moments.
 SIZES = (700, 40, 330, 12) if NUM_KILLS > 2 else (200, 40, 100, 12)
 PROMPTS = [[RNG.randint(300, 48_000) for _ in range(size)] for size in SIZES]
 NUM_TOKENS = 32 if NUM_KILLS > 2 else 16

@@ -179,8 +179,8 @@ async def test_a_standby_takes_over_from_a_suspended_scheduler(database: str, tm
                 assert await asyncio.to_thread(old.processes["scheduler"].wait, 60) == 1
     assert received == list(range(1001, 1001 + NUM_TOKENS))
     assert feed.tokens[1] == received[: len(feed.tokens[1])]
-    # Which error occurs first depends on the state of the old scheduler: the lease of another scheduler, or its own
-    # aborted transaction.
+    # Which error occurs first depends on the state of the old scheduler: another scheduler has the lease, or its own
+    # transaction was aborted.
     assert re.search("superseded|closed the connection", old.log("scheduler"))
 
 
@@ -196,8 +196,8 @@ async def _read_all(port: int) -> list[int]:
 
 
 async def test_routers_and_detokenizers_follow_the_active_scheduler(database: str, tmp_path: Path) -> None:
-    """The stream continues at the standby, which also gets the next requests, whatever their ids. The standby is ready
-    before, so that a rolling update goes on to the active scheduler.
+    """The stream continues at the standby, which also gets all later requests. The standby reports ready before it
+    takes over, so that a rolling update proceeds to the active scheduler.
     """
     flags = ("--journal", "postgres", "--journal-url", database, "--standby")
     (tmp_path / "first").mkdir()

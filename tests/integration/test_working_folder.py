@@ -1,4 +1,4 @@
-"""Files in the working folder are never imported, whatever their names."""
+"""Files in the working folder are never imported, regardless of their names."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 if __name__ == "__main__":
-    # Those who import the package `kernels` import PyTorch, but its builds need only the standard library.
+    # Importing the package `kernels` imports PyTorch, but its builds need only the standard library.
     package = ModuleType("kernels")
     package.__path__ = [str(Path(__file__).parents[2] / "kernels")]
     sys.modules["kernels"] = package
@@ -28,13 +28,13 @@ from kernels.build import (
     processor_flags,
 )
 
-# Sources whose unnamed namespaces have names of other sources.
+# Sources whose unnamed namespaces contain names that other sources use.
 _APART = ("dot_panel.cpp",)
 
 # "pair" is the 16-lane AVX-512 code on pairs of AVX2 vectors. Its speed does not matter, but its compile time does:
 # with -O1 instead of -Og, GCC takes six times as long for the unrolled sums.
 PAIR = ("-DMIDSTREAM_PAIR", "-Og")
-# Only those "undefined" checks that are cheap to compile.
+# Only the "undefined" checks that are cheap to compile.
 SANITIZED = (
     "-fsanitize=address,alignment,bounds,shift,signed-integer-overflow",
     "-fno-sanitize-recover=alignment,bounds,shift,signed-integer-overflow",

@@ -1,7 +1,7 @@
 """Stand-ins for flash-attn and FlashInfer.
 
-They require of their arguments what the packages require, and compute what their documentation specifies, in float64,
-from the paged cache.
+They check their arguments as the packages do, and compute what the packages' documentation specifies, in float64, from
+the paged cache.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from tests.kernels.paged import paged_batch
 HOPPER, BLACKWELL, DESKTOP_BLACKWELL, AMPERE = (9, 0), (10, 0), (12, 0), (8, 0)
 CPU = torch.device("cpu")
 CASE = AttentionCase(torch.bfloat16, torch.bfloat16, 8, 2, 64, 256)
-# By the names in this file: module, name and stand-in of each function of a package.
+# For each function of a package, by its name in this file: its module, name and stand-in.
 MODULES: dict[str, tuple[tuple[str, str, Callable[..., Any]], ...]] = {
     "2": (("flash_attn", "flash_attn_varlen_func", fake_attention.flash_attn_varlen_func),),
     "3": (("flash_attn_interface", "flash_attn_with_kvcache", fake_attention.flash_attn_with_kvcache),),

@@ -113,7 +113,7 @@ def test_adapters_that_do_not_fit_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"v is \[4, 76\] and \[144, 4\]: expected \[R, 76\], \[48, R\]"):
         PackedLora(DIMS, [{"v": pairs[0]["q"]}])
     run.adapters[0] = PackedLora(DIMS, pairs[:1])
-    with pytest.raises(ValueError, match="of another decoder"):
+    with pytest.raises(ValueError, match="belongs to another decoder"):
         run.native([0])
 
 

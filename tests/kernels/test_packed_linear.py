@@ -94,7 +94,7 @@ def test_rows_do_not_depend_on_batch_or_threads(
     num_blocks, num_outputs, num_all = (9, 100, 60) if name == "tiles" else (33, 200, 260)
     num_inputs = num_blocks // 8 * 256 if weight_format == WeightFormat.Q4_K else num_blocks * 32
     weight, x = torch.randn(num_outputs, num_inputs), torch.randn(num_all, num_inputs)
-    # The largest levels of weights and inputs, which a method for many rows adds.
+    # The largest levels of weights and inputs, which one method for many rows adds to each other.
     weight[:, 5] *= 50
     x[12], x[13] = 1.0, -1.0
     source, _ = quantized(weight, weight_format)

@@ -1,4 +1,4 @@
-"""How many threads compute steps with few tokens."""
+"""The number of threads that compute steps with few tokens."""
 
 from collections.abc import Callable
 

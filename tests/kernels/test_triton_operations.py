@@ -187,7 +187,9 @@ def test_weighted_sums_have_the_bits_of_the_reference(dtype: torch.dtype) -> Non
 @pytest.mark.usefixtures("dots_row_by_row")
 @pytest.mark.parametrize("dtype", list(EPSILON))
 def test_the_fused_gate_up_and_activation_of_experts(dtype: torch.dtype) -> None:
-    """The result has the bits of the two separate operations, and batch-invariant those of one row alone."""
+    """The result is bit-identical to that of the two separate operations and, if batch-invariant, to that of a single
+    row.
+    """
     x, weight = torch.randn(30, 40).to(dtype), torch.randn(3, 2 * 37, 40).to(dtype)
     bias, experts = torch.randn(3, 2 * 37).to(dtype), torch.arange(60, dtype=torch.int32) % 3
     product = exact.grouped_linear(x, weight, experts, bias, 2)
@@ -248,8 +250,8 @@ def test_linear(rows: int, inner: int, outer: int, biased: bool) -> None:
 @pytest.mark.usefixtures("dots_row_by_row")
 @pytest.mark.parametrize("kind", ["f", "int8", "int4", "float8"])
 def test_the_fused_gate_up_and_activation(kind: str, dtype: torch.dtype) -> None:
-    """There are few or many rows; batch-invariant results have the bits of one row alone, and of the two separate
-    operations.
+    """There are few or many rows; batch-invariant results are bit-identical to those of a single row, and of the two
+    separate operations.
     """
     x, bias = torch.randn(70, 64).to(dtype), torch.randn(2 * 37).to(dtype)
     run: Callable[..., torch.Tensor]

@@ -72,7 +72,7 @@ def test_draws_what_the_worker_draws(params: list[SamplingParams], num_tokens: i
 
 
 def test_few_tokens_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that may be among the 50 most likely ones, or that weigh more than a share of what top-p leaves out."""
+    """Tokens that may be among the 50 most likely, or whose probability exceeds a share of what top-p excludes."""
     called: dict[str, tuple[Tensor, ...]] = {}
     run = InterpretedFunction.__getitem__
 
@@ -117,8 +117,8 @@ def test_probabilities_that_differ_in_the_last_bits_are_told_apart() -> None:
 
 
 def test_top_p_applies_to_the_probability_of_exactly_top_k_tokens() -> None:
-    """Of one token with 0.5 and five with 0.1, three have 0.7. A share of 0.8 of this is more than the first one has,
-    though all five remain.
+    """With one token of 0.5 and five of 0.1, the three tokens that top-k keeps have 0.7. 0.8 of this exceeds the first
+    token's probability, but ties keep all five others.
     """
     logits = torch.tensor([[0.5, 0.1, 0.1, 0.1, 0.1, 0.1]]).log().repeat(4, 1)
     params = [SamplingParams(top_k=3, top_p=0.8, seed=seed) for seed in range(4)]
@@ -128,18 +128,19 @@ def test_top_p_applies_to_the_probability_of_exactly_top_k_tokens() -> None:
 
 
 def test_every_last_bit_of_a_threshold_of_top_k_leaves_top_p_its_share() -> None:
-    """With all values of the last four bits, the search ends at each of the 16 pivots."""
+    """The last four bits take all values, so that the search ends at each of the 16 pivots."""
     torch.manual_seed(4)
     logits = torch.randn(200, 12) * 2
-    # The kernel's own sums of 16 numbers: the last bits would be others if they were added in another order.
+    # The kernel's own sums of 16 numbers, since the last bits depend on the order of additions.
     padded = torch.nn.functional.pad(logits, (0, 4), value=-torch.inf).numpy()
     weights = np.exp(padded - padded.max(axis=1, keepdims=True))
     fifth = np.sort(np.array([row / row.sum() for row in weights]), axis=1)[:, -5].view(np.int32)
-    # One row for each, since the interpreter is slow.
+    # There is one row for each, since the interpreter is slow.
     rows = np.unique(fifth & 15, return_index=True)[1].tolist()
     assert len(rows) == 16
     logits = logits[rows]
-    # Of some seeds, each row has that with which it draws the least likely token: it draws another if fewer are kept.
+    # Each row has the one of several seeds with which it draws the least likely token: it would draw another token if
+    # fewer were kept.
     seeds, least = [0] * 16, [-1] * 16
     for seed in range(32):
         drawn = drawn_by_worker(logits, [SamplingParams(top_k=5, top_p=0.6, seed=seed)] * 16)

@@ -70,7 +70,7 @@ class FakeSpec(ProcessSpec):
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give processes that end the time that they need on a machine that stalls, before they are killed."""
+    """Give processes enough time to end before they are killed, even on a machine that stalls."""
     monkeypatch.setattr(supervisor, "_QUICK_STOP_S", 20.0)
 
 
@@ -145,7 +145,7 @@ async def test_a_process_that_only_waits_for_others_is_not_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_MAX_HANG_S", 0.0)
-    monkeypatch.setattr(health, "_TIMEOUT_S", 60.0)  # it responds, but not soon if the machine stalls
+    monkeypatch.setattr(health, "_TIMEOUT_S", 60.0)  # it responds, but late if the machine stalls
     probe, num_probes = health.probe_health, 0
 
     async def counted(address: str) -> str | None:
@@ -192,7 +192,7 @@ async def test_a_fast_shutdown_ends_open_streams_and_kills_nothing(
     sent, send = set[str](), supervisor._Process.send
 
     def send_one_at_a_time(process: supervisor._Process, number: signal.Signals) -> None:
-        """A process that gets no processor between two equal signals takes them for one."""
+        """Two equal signals are merged if the process does not run between them."""
         deadline, name = time.monotonic() + 20, process.state.name
         while name in sent and not (tmp_path / f"{name}.drains").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -202,7 +202,7 @@ async def test_a_fast_shutdown_ends_open_streams_and_kills_nothing(
     monkeypatch.setattr(supervisor._Process, "send", send_one_at_a_time)
     await run.ready.wait()
     run.supervisor.hurry()
-    await run.end()  # if it did not hurry, each of the two would take 40 s
+    await run.end()  # without the limit, each of the two would take 40 s
     assert run.trace.read_text().split() == ["router-0", "worker-0", "scheduler-0"]
 
 
@@ -361,7 +361,7 @@ def test_a_run_folder_is_private_to_its_owner(tmp_path: Path) -> None:
     folders = (run_dir.path, run_dir.logs)
     assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700]
     run_dir.release()
-    for folder in folders:  # the state in which an earlier version left them
+    for folder in folders:  # the state that an earlier version wrote
         folder.chmod(0o755)
     run_dir.acquire()
     assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700]

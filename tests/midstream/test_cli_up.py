@@ -151,7 +151,7 @@ def test_hints_contain_the_address_of_the_started_service(tmp_path: Path) -> Non
 def test_without_a_service_commands_name_the_address(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("midstream.cli.bench.quick.ask_machine")  # the machine is not measured in vain
+    monkeypatch.delattr("midstream.cli.bench.quick.ask_machine")  # fails before the machine is measured
     assert main([*command, "--run-dir", str(tmp_path)]) == 1
     output = capsys.readouterr()
     assert f"No Midstream service is running in {tmp_path}" in output.out + output.err

@@ -1,4 +1,4 @@
-"""When a service's garbage collector looks at all objects."""
+"""A service's garbage collector runs full collections only when the process has grown."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class BrokenCall:
 
 
 class Broken(Numbers):
-    """A stream whose calls break at once."""
+    """A stream whose calls fail at once."""
 
     def __init__(self) -> None:
         super().__init__("127.0.0.1:1", 1)

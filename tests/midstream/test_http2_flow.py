@@ -49,7 +49,7 @@ async def test_all_that_one_turn_of_the_loop_says_is_one_write() -> None:
 
 async def test_calls_are_freed_at_their_end_without_the_collector() -> None:
     def num_calls() -> int:
-        # isinstance() would ask other modules' proxies
+        # isinstance() would call into other modules' proxies
         return sum(issubclass(type(item), Call) for item in gc.get_objects())
 
     server, methods = serving()
@@ -153,7 +153,7 @@ async def test_updates_of_windows_serve_only_calls_that_can_send() -> None:
     streams = [peer.call(b"x" * 10) for _ in range(20)]
     await turns(40)
     peer.frames()
-    assert not peer.connection._blocked  # each call's own window is shut
+    assert not peer.connection._blocked  # each call's own window is closed
     update = wire.window_update(streams[3], 4)
     peer.connection.data_received(wire.window_update(0, 1) * 100 + update * 2)
     await turns()
@@ -172,7 +172,7 @@ async def test_many_updates_of_a_connection_are_one_turn() -> None:
     methods.release.set()
     await turns()
     peer.frames()
-    assert len(peer.connection._blocked) == 4  # the connection's window is shut
+    assert len(peer.connection._blocked) == 4  # the connection's window is closed
     peer.connection.data_received(wire.window_update(0, 1) * 100)
     await turns()
     one = [frame for frame in peer.frames() if frame[0] == wire.DATA]

@@ -318,7 +318,7 @@ async def test_connections_are_limited_in_total_and_for_an_address() -> None:
         assert await refused.read() == b""
         left.close()
         async with asyncio.timeout(WAIT_S):
-            while True:  # until the server has noticed
+            while True:  # until the server has detected it
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 streams.append((reader, writer))
                 with contextlib.suppress(asyncio.IncompleteReadError, ConnectionResetError):

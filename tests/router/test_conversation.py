@@ -1,4 +1,4 @@
-"""Tools beside a format of the answer, required calls that are cut off, and `strict` that has no effect."""
+"""Tools combined with a format for the answer, required calls that are cut off, and `strict` that has no effect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WEATHER: dict[str, object] = {"type": "object", "properties": {"city": {"type": 
 DEFINITION = {"type": "function", "function": {"name": "weather", "parameters": WEATHER}}
 TOOLS = Tools({"weather": WEATHER, "time": {"type": "object"}}, {"weather": DEFINITION})
 TEMPLATE = "{{ tools }}"
-# In a JSON string, text that looks like a call is no call.
+# In a JSON string, text that looks like a call is not a call.
 SUNNY = '{"summary": "<tool_call>{\\"name\\": \\"time\\"}</tool_call>"}'
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 OSLO: Named = ("weather", {"city": "Oslo"})

@@ -105,7 +105,7 @@ async def test_waiting_callers_that_are_cancelled_in_the_iteration_in_which_a_th
     await asyncio.sleep(0)
     for task in left:
         task.cancel()
-    threads._release("a")  # as when the first function ends in this iteration
+    threads._release("a")  # as if the first function ended in this iteration
     threads._take("a")
     for error in await asyncio.gather(*left, return_exceptions=True):
         assert isinstance(error, asyncio.CancelledError)

@@ -384,7 +384,7 @@ async def test_bodies_wait_for_earlier_ones_of_their_client_only() -> None:
     first, second = (asyncio.create_task(budget.reserve("a", size)) for size in (100, 10))
     await asyncio.wait_for(budget.reserve("b", 400), 60)
     assert budget.num_bytes == 750
-    budget.remove("a", 40)  # too little for the first; the second does not overtake it
+    budget.remove("a", 40)  # too little room for the first body; the second does not overtake it
     await asyncio.sleep(0)
     assert not first.done() and not second.done()  # noqa: PT018
     budget.remove("a", 10)

@@ -25,7 +25,7 @@ VALUES = st.recursive(
 
 @st.composite
 def texts(draw: st.DrawFn) -> str:
-    """JSON, of which some characters may have been replaced."""
+    """JSON in which some characters may have been replaced."""
     text = json.dumps(draw(VALUES), indent=draw(st.sampled_from((None, 1))))
     for _ in range(draw(st.integers(0, 2))):
         at = draw(st.integers(0, len(text)))
@@ -88,7 +88,7 @@ def test_the_lock_is_held_for_a_small_piece_of_the_text_at_a_time(monkeypatch: p
     assert parse_long_json(data) == {"prompt": [ids, ids], "user": "x" * 100_000}
     assert len(sizes) > 4
     assert max(sizes) <= long_json._MAX_PIECE + 2
-    # A text of few values is parsed at once, however long they are.
+    # A text with few values is parsed in one piece, however long the values are.
     assert parse_long_json(b'["' + b"x" * 1_000_000 + b'"]') == ["x" * 1_000_000]
     assert sizes[-1] == 1_000_004
 

@@ -217,7 +217,9 @@ async def test_discovery_follows_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_the_active_scheduler_of_several_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second takes over while the first still responds, which is not used again until it has a higher epoch."""
+    """The second scheduler takes over while the first still responds; the first is not used again until it has a higher
+    epoch.
+    """
     rounds: list[dict[str, int]] = [
         {"a:1": 0, "b:1": 0},
         {"a:1": 1, "b:1": 0},
@@ -264,7 +266,7 @@ def test_a_setting_without_addresses_is_refused(targets: str) -> None:
 
 
 async def test_a_cell_stays_the_same_when_its_standby_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a repeated request goes to the successor, which has recovered the first one."""
+    """Therefore a repeated request goes to the successor, which has recovered the first one."""
     epochs = {"a:1": 1, "b:1": 0, "c:1": 0, "d:1": 1}
 
     async def epoch_of(address: str, *_: object) -> int:

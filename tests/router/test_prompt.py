@@ -69,7 +69,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) ->
 
     def encode() -> None:
         nonlocal num_encodings
-        while not is_enough.is_set() and num_encodings < 20:  # this thread may not get the processor during the first
+        while not is_enough.is_set() and num_encodings < 20:  # this thread may not run at all during the first call
             num_encodings += 1
             tokenizer.encode(text)
 

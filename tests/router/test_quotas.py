@@ -95,7 +95,7 @@ def test_output_is_charged_once_however_often_it_is_resumed() -> None:
     resumed.release()
     assert remaining() == "76"
     quotas.resume(alice).charge_output("a", Chunk(2, 8, [1] * 2))
-    quotas.resume(alice).charge_output("a", Chunk(2, 0, [1] * 8))  # before what was read
+    quotas.resume(alice).charge_output("a", Chunk(2, 0, [1] * 8))  # earlier than what was already read
     assert remaining() == "66"
     quotas.admit(alice).charge_prompt("a", 1)  # another request with the same id
     quotas.resume(alice).charge_output("a", Chunk(0, 0, [1] * 10))
@@ -213,7 +213,7 @@ def test_tokens_of_a_client_with_different_quotas_do_not_refill_each_other() -> 
     quotas = Quotas(Metrics(), clock)
     tokens = [caller(requests_per_minute=2), caller(requests_per_minute=4), caller(tokens_per_minute=60)]
     quotas.admit(tokens[0])
-    assert quotas.headers(tokens[1])["x-ratelimit-remaining-requests"] == "2"  # half remains, as with the other token
+    assert quotas.headers(tokens[1])["x-ratelimit-remaining-requests"] == "2"  # half remains
     quotas.admit(tokens[2]).charge_prompt("a", 90)
     for token in tokens[:2] * 10:
         with contextlib.suppress(OverloadedError):

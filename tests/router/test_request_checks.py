@@ -223,7 +223,7 @@ def test_an_unknown_model_is_not_found(folder: ModelFolder) -> None:
 
 
 def test_the_length_of_a_prompt_is_checked_before_its_ids(folder: ModelFolder) -> None:
-    """Otherwise millions of ids would be looked at on the event loop."""
+    """Otherwise millions of ids would be checked on the event loop."""
     request = pb.GenerateRequest(token_ids=pb.TokenIds(values=[VOCAB] * 8192))
     with pytest.raises(InvalidArgumentError, match="has 8192 tokens") as caught:
         check_request(request, folder)

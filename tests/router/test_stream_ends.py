@@ -106,7 +106,7 @@ async def test_deadline_and_failure_end_the_call_with_their_status(cluster: Clus
 async def test_a_request_ends_at_its_deadline_even_if_other_components_hang(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, has_detokenizer: bool
 ) -> None:
-    """The scripted scheduler ends no request by itself, and the call has no deadline of its own."""
+    """The scripted scheduler ends no request by itself, and the call itself has no deadline."""
     monkeypatch.setattr(generation, "_LATE_S", 0.0)
     router = await cluster.add_router(*[await cluster.add_detokenizer()] * has_detokenizer)
     request = pb.GenerateRequest(token_ids=pb.TokenIds(values=PROMPT), timeout_ms=3000)

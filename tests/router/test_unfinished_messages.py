@@ -1,4 +1,4 @@
-"""Requests of which a client sends everything except the last byte."""
+"""Requests whose last byte the client never sends."""
 
 from __future__ import annotations
 

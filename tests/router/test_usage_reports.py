@@ -1,4 +1,4 @@
-"""Routers report what clients use of their quotas, and count what other routers report."""
+"""Routers report their clients' quota usage, and count the usage that other routers report."""
 
 from __future__ import annotations
 

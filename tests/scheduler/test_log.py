@@ -70,7 +70,7 @@ def output_row(number: int, tokens: list[int]) -> bytes:
 
 
 class Scheduler:
-    """Writes transactions, and tracks what the log must contain."""
+    """Writes transactions, and tracks the contents that the log must have."""
 
     def __init__(self, folder: LogFolder, segment_bytes: int = SEGMENT_BYTES, slack_bytes: int = SLACK_BYTES) -> None:
         self.store = LogStore(folder, segment_bytes=segment_bytes, slack_bytes=slack_bytes)
@@ -331,7 +331,7 @@ def replace(file: Path) -> None:
 
 
 def swap(file: Path) -> None:
-    """Put a copy in the place of a file that remains elsewhere."""
+    """Replace a file with a copy; the original remains elsewhere."""
     file.rename(file.with_name("moved"))
     shutil.copy(file.with_name("moved"), file)
 

@@ -31,12 +31,12 @@ def test_fused_steps_hold_generation_and_as_much_context_as_the_budget_leaves() 
 
 
 def test_two_stages_compute_two_micro_batches_at_the_same_time() -> None:
-    """One step more is in flight, and no sequence is in two consecutive steps, except right after its prompt."""
+    """One more step is in flight, and no sequence is in two consecutive steps, except right after its prompt."""
     harness = Harness()
     harness.add_group(num_micro_batches=2)
     for name in "abcd":
         harness.submit(name, 3, 5)
-    # The stages compute nothing but prompts, so half of the sequences follow, and then the other half.
+    # The stages compute only prompts, so half of the sequences follow, and then the other half.
     assert harness.turn() == ["+a[0:3] +b[0:3] +c[0:3] +d[0:3]", "a b", "c d"]
     assert harness.step() == ["a b"]
     assert harness.step() == ["c d"]
@@ -57,7 +57,7 @@ def test_the_chunks_of_a_prompt_follow_each_other_through_three_stages() -> None
     assert harness.turn() == ["+a[0:4]", "a[4:8]", "a[8:12]", "a[12:14]"]
     harness.submit("b", 3, 3)
     assert harness.step() == ["+b[0:3]"]
-    # While there is nothing else to run, the next token's step waits behind the step that it depends on.
+    # While there is nothing else to run, the next token's step waits for the step that it depends on.
     assert schedule(harness)[5:] == ["a", "b", "a", "b"]
 
 
@@ -73,7 +73,7 @@ def test_two_micro_batches_follow_a_worker_that_dies_with_their_steps() -> None:
     harness.cut("g")
     harness.add_group(num_micro_batches=2)
     harness.run()
-    # The harness has compared each token with the only right one.
+    # The harness has compared each token with the only correct one.
     assert [len(harness.tokens[name, 0]) for name in "ab"] == [9, 9]
     harness.check_is_empty()
 

@@ -136,7 +136,8 @@ async def test_late_readers_get_all_output_and_unknown_requests_an_error() -> No
 
 async def test_forgotten_requests_are_freed_without_the_collector() -> None:
     def num_requests() -> int:
-        return sum(type(item) is Request for item in gc.get_objects())  # isinstance() would ask other modules' proxies
+        # isinstance() would call into other modules' proxies
+        return sum(type(item) is Request for item in gc.get_objects())
 
     async with run_scheduler(max_num_finished=1) as scheduler:
         await scheduler.worker()
@@ -277,7 +278,7 @@ async def test_abort_and_deadline_end_the_feed() -> None:
 
 @pytest.mark.parametrize("how", ["kill", "freeze", "stop"])
 async def test_a_worker_lost_in_the_middle_costs_no_token(how: str) -> None:
-    # Only its silence reveals a frozen worker, whereas a dead worker closes its connection.
+    # A frozen worker is detected only by its silence, whereas a dead worker closes its connection.
     timeout_ms = 400 if how == "freeze" else 600_000
     num_tokens = 250
     async with run_scheduler(worker_timeout_ms=timeout_ms, heartbeat_interval_ms=50) as scheduler:

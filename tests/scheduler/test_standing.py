@@ -38,7 +38,7 @@ LIES: dict[str, Lie] = {
     "a step that was not sent": lambda event: dataclasses.replace(event, step_id=event.step_id + 9),
 }
 
-# Of requests with drafts, and of beam searches.
+# For requests with drafts, and for beam searches.
 RUN_LIES: dict[str, tuple[dict[str, int], Lie]] = {
     "more accepted tokens than drafts were allowed": (
         {"num_draft_tokens": 2},

@@ -1,4 +1,4 @@
-"""What a router gets for its submissions, and when."""
+"""The results that a router gets for its submissions, and their timing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OnCommitted = Callable[[Accepted], None]
 
 
 class Service:
-    """Rejects requests of which `error` is set; those with a time to be kept wait for `is_found`."""
+    """Rejects requests if `error` is set; requests with `keep_s` wait for `is_found`."""
 
     def __init__(self) -> None:
         self.uncommitted: list[tuple[Accepted, OnCommitted]] = []

@@ -78,7 +78,7 @@ def test_embeddings_and_attachments_are_bounded_like_tensors() -> None:
 
 
 def fail(harness: Harness, request_id: str) -> None:
-    """Run the two steps in flight, of which the first fails for a request that is not ready."""
+    """Run the two steps in flight; the first one fails for a request that is not ready."""
     row = harness.core.lifecycle.requests[request_id].sequences[0].row
     assert row is not None
     event = harness.groups["g"].run(harness.now_ns)

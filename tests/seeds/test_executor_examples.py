@@ -530,8 +530,8 @@ class SeedWorker:
 def test_the_workers_listing_runs_on_our_executor(first: dict[str, Any]) -> None:
     """Runs submit, _enqueue_request, generate_async and _handle_responses of the documentation's BaseWorker.
 
-    SeedWorker supplies the omitted parts. The listed `submit` passes arguments to the result that differ from those of
-    the listed class, so the result is created with those of the class and a plain queue.
+    SeedWorker supplies the omitted parts. The listed `submit` passes other arguments to the result than the listed
+    class takes, so the result is created here with the arguments of the class and a plain queue.
     """
 
     def make_result(request: GenerationRequest, **_: Any) -> Any:

@@ -147,7 +147,7 @@ class NoDocuments(Documents):
 
 
 class SimulatedJournal(ThreadedJournal):
-    """Does the work of the journal's thread in a task; the rows, their order and the group commit are the real ones."""
+    """Does the work of the journal's thread in a task, with the real rows, order and group commit."""
 
     def __init__(
         self,

@@ -72,7 +72,7 @@ class Process:
         return loop.create_task(coroutine, name=name or self.name, context=self.context.copy())
 
     def die(self, exit_code: int | None = None) -> None:
-        """End the process immediately, whatever it is doing."""
+        """End the process immediately, regardless of what it is doing."""
         if self.is_dead:
             return
         self.thaw()

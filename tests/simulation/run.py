@@ -98,7 +98,7 @@ def run_seed(
 
 
 def begin_many_seeds() -> None:
-    """Until the end of the process, collect garbage only when a seed asks for it, and ignore existing objects."""
+    """From now on, collect garbage only when a seed requests it, and ignore existing objects."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -38,7 +38,7 @@ class Scenario:
     may_report: tuple[str, ...] = ()
 
 
-# Each fault has one of this many seeds, and mixtures have the remaining seeds.
+# Of this many consecutive seeds, each fault has one, and mixtures have the rest.
 _CYCLE = 25
 
 MakeScenario = Callable[[random.Random], Scenario]

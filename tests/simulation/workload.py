@@ -135,7 +135,7 @@ class Job:
     def _check_text(self, index: int, wanted: Expected, *, is_cut: bool) -> None:
         """Compare the text received so far with the expected one.
 
-        That of a failed request includes what was held back: the beginning of a stop word or of a character.
+        The text of a failed request includes what was held back: the beginning of a stop word or of a character.
         """
         text = self.texts[index]
         due = vocabulary().text(self.tokens[index]) if is_cut else wanted.text

@@ -112,7 +112,8 @@ def _check_mixture(mixture: Mixture) -> None:
     num_candidates = mixture.num_experts // mixture.num_groups * mixture.num_active_groups
     if mixture.num_active > num_candidates:
         raise ConfigError(
-            f"config.json: each token has {mixture.num_active} experts of at most {num_candidates}", field="model"
+            f"config.json: each token uses {mixture.num_active} experts; must be at most {num_candidates}",
+            field="model",
         )
 
 

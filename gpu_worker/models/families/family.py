@@ -21,7 +21,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-# By supported `rope_type`: the settings that it requires.
+# The settings that each supported `rope_type` requires.
 _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -30,11 +30,12 @@ _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "yarn": (),
     "longrope": (),
 }
-# With more, the descriptions of the layers alone would fill the memory.
+# With more layers, their descriptions alone would fill the memory.
 _MOST_LAYERS = 10_000
 _ROPE_TYPES = tuple(_ROPE_NUMBERS)
 _OPTIONAL_ROPE_NUMBERS = ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-# By `DeltaNet.is_in_turn`: the matrices of queries, keys, values and gates, and those of corrections and decays.
+# For each value of `DeltaNet.is_in_turn`, the matrices of queries, keys, values and gates, and those of corrections and
+# decays.
 DELTA_NET_INPUTS = {
     True: (("in_proj_qkvz",), ("in_proj_ba",)),
     False: (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")),
@@ -141,7 +142,7 @@ class Settings:
         return value
 
     def count(self, name: str, default: int) -> int:
-        """Return an integer that is not negative. Raises ConfigError if the setting is not such an integer."""
+        """Return a non-negative integer. Raises ConfigError otherwise."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ConfigError(f"config.json: {name} must be an integer of at least 0; got {value!r}", field="model")
@@ -162,7 +163,9 @@ class Settings:
         return value
 
     def numbers(self, name: str, count: int, default: Sequence[float] | None = None) -> list[float]:
-        """Return `count` finite numbers. Raises ConfigError if it is no such list, or missing without a default."""
+        """Return `count` finite numbers. Raises ConfigError if the setting is not such a list, or is missing and has no
+        default.
+        """
         values = self.get(name, default)
         if not isinstance(values, list | tuple) or len(values) != count or not all(map(_is_number, values)):
             raise ConfigError(f"config.json: {name} must be a list of {count} numbers; got {values!r}", field="model")

@@ -84,7 +84,7 @@ def _read_gemma3(config: Mapping[str, Any]) -> DecoderDescription:
         rotary=tuple(rotary.get(str(kind)) for kind in kinds),
         windows=windows_of(s, s.get("sliding_window"), kinds),
         scale=s.positive("query_pre_attn_scalar", 256) ** -0.5,
-        # The class in transformers for models with images has no soft cap.
+        # transformers' class for models with images applies no soft cap.
         logits_softcap=_cap(s, "final_logit_softcapping") if config.get("model_type") == "gemma3_text" else 0.0,
     )
 

@@ -1,4 +1,4 @@
-"""GPT-2, OPT, Phi-1 and 2, StarCoder 2 and StableLM: layer norms with biases, mostly plain feed-forward networks."""
+"""GPT-2, OPT, Phi-1, Phi-2, StarCoder 2 and StableLM: layer norms with biases, mostly plain feed-forward networks."""
 
 from __future__ import annotations
 

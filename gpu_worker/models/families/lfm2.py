@@ -41,7 +41,9 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
 
 
 def _adjusted_size(s: Settings, config: Mapping[str, Any]) -> int:
-    """Return the intermediate size of feed-forward networks: by default two thirds of config.json's, rounded up."""
+    """Return the intermediate size of feed-forward networks: by default two thirds of the size in config.json, rounded
+    up.
+    """
     size = s.size("block_ff_dim", "intermediate_size")
     if not s.flag("block_auto_adjust_ff_dim", True):
         return size

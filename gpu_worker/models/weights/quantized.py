@@ -143,7 +143,7 @@ def _compressed(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _group_sizes(place: str, sizes: Iterable[int]) -> list[int]:
-    """Return the sizes of groups; others mean that all columns of a row are one group."""
+    """Return the group sizes. Sizes below 1 are left out: they mean one group per row."""
     found = [size for size in sizes if size > 0]
     for size in found:
         if size % 32:

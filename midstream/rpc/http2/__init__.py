@@ -6,9 +6,9 @@
     await server.start()
 
 A call in order: a `Connection` parses the frames that it reads and creates a `Call` for each HEADERS frame. The
-`GrpcServer` starts calls, taking the connections in turn, each in a task of its own. A method reads `Messages` and
-writes to its `Call`, which is its context. What all calls of a connection write in one iteration of the event loop goes
-to the socket at once.
+`GrpcServer` starts calls, taking the connections in turn, each in its own task. A method reads `Messages` and writes to
+its `Call`, which is its context. What all calls of a connection write in one iteration of the event loop goes to the
+socket at once.
 """
 
 from __future__ import annotations

@@ -182,14 +182,14 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         return next((key for key in keys if key in names), None)
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
-        """Return what TLS says about the client."""
+        """Return properties of the client's TLS connection."""
         return self._connection.auth_context
 
     def set_compression(self, compression: grpc.Compression) -> None:
-        """Have no effect: responses are not compressed."""
+        """Do nothing: responses are not compressed."""
 
     def disable_next_message_compression(self) -> None:
-        """Have no effect: responses are not compressed."""
+        """Do nothing: responses are not compressed."""
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         self._callbacks.append(callback)
@@ -247,7 +247,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
     # For the connection.
 
     def cancel(self) -> None:
-        """End the call because nobody can receive the response any more."""
+        """End the call because the response can no longer be received."""
         self.unsent.clear()
         if not self.is_over:
             self._is_canceled = True

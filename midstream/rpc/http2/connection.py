@@ -1,7 +1,7 @@
 """One HTTP/2 connection of a client: frames, flow control and limits.
 
 Errors of a stream end that stream; errors of the connection end it with GOAWAY. A write goes to a list that is joined
-and written at the end of the event loop's iteration. While the socket's buffer is full, or a window is shut, messages
+and written at the end of the event loop's iteration. While the socket's buffer is full, or a window is closed, messages
 stay with their calls, which are served in turn when there is room.
 """
 
@@ -25,19 +25,19 @@ from midstream.rpc.http2.wire import ErrorCode, ProtocolError, Setting, StreamEr
 logger = logging.getLogger(__name__)
 
 _HIGH_WATER = 256 << 10
-# A client may send this much before the connection's window is renewed. Streams have windows of their own.
+# A client may send this much before the connection's window is renewed. Streams have their own windows.
 _CONNECTION_WINDOW = 4 << 20
-# Larger frames would hold up other streams of the connection.
+# Larger frames would delay other streams of the connection.
 _MAX_FRAME = 64 << 10
 _MAX_HEADER_FRAMES = 16
 _MAX_SETTINGS = 32
 # Number of calls that are parsed in one iteration of the event loop.
 _MAX_CALLS_PER_TURN = 32
 _MAX_PING_STRIKES = 2
-# Unread replies that a client may cause, in addition to one for each concurrent call.
+# Maximum number of unread replies that a client may cause, in addition to one per concurrent call.
 _MAX_UNWRITTEN_REPLIES = 1000
 _CLOSE_S = 2.0
-# Time for the rest of a message after which only the status follows.
+# Time limit for sending the rest of a message before the call's status.
 _LAST_BYTES_S = 30.0
 _NEVER = float("-inf")
 _MAX_KNOWN_BLOCKS = 32
@@ -68,7 +68,7 @@ class Connection(asyncio.Protocol):
 
     Attributes:
         peer: The client's address in gRPC's format.
-        auth_context: What TLS says about the client.
+        auth_context: Properties of the client's TLS connection.
         calls: Calls that have not ended on both sides, by stream.
         waiting: Calls that have not started, in order.
         num_running: Number of tasks that run methods.
@@ -93,9 +93,10 @@ class Connection(asyncio.Protocol):
         self._is_closed = False
         self._is_paused = False
         self._continuation: asyncio.Handle | None = None
-        # Headers of which CONTINUATION frames follow: stream, flags and fragments.
+        # Headers that CONTINUATION frames will complete: stream, flags and fragments.
         self._headers: tuple[int, int, list[bytes]] | None = None
-        # The list size of a call is checked later, so that one that is too large does not end the connection.
+        # The size of a header list is checked later for each call, so that a list that is too large does not end the
+        # connection.
         self._decoder = hpack.Decoder(4 * self.limits.max_metadata_bytes)
         self._table_update = wire.EMPTY_TABLE  # at the beginning of the first block
         self._known_blocks: dict[bytes, _Headers] = {}
@@ -223,11 +224,11 @@ class Connection(asyncio.Protocol):
     # For the server
 
     def go_away(self) -> None:
-        """Ask the client to make no more calls here. Those that it has made until then are refused."""
+        """Ask the client to make no more calls here. Calls that it has sent in the meantime are rejected."""
         if self._is_closed or self._last_accepted != wire.MAX_STREAM:
             return
         self._last_accepted = self._last_stream
-        # The client gets the number of the last accepted call only after it has heard that it should make no more.
+        # The number of the last accepted call is sent only once the client has acknowledged this first GOAWAY.
         self._put(wire.goaway(wire.MAX_STREAM, ErrorCode.NO_ERROR, b"server is stopping"))
         self._put(wire.frame(wire.PING, 0, 0, _GOAWAY_PING))
         self._close_if_unused()
@@ -260,7 +261,7 @@ class Connection(asyncio.Protocol):
         at = 0
         try:
             at = self._parse(source)
-            self._serve_blocked()  # once for all updates of windows
+            self._serve_blocked()  # called once for all window updates
         except ProtocolError as error:
             self._fail(error.code, str(error))
         except Exception:
@@ -338,7 +339,7 @@ class Connection(asyncio.Protocol):
     def _on_data(self, flags: int, stream: int, body: bytes) -> None:
         size = len(body)
         if not stream or stream > self._last_stream:
-            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "DATA in a stream that was not opened")
+            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "DATA on a stream that was not opened")
         if flags & wire.PADDED:
             body = _unpad(body)
         self._count_data(size)
@@ -346,7 +347,7 @@ class Connection(asyncio.Protocol):
             self._idle()
         call = self.calls.get(stream)
         if call is None:
-            return  # the call has ended here already
+            return  # this side has already ended the call
         if call.is_half_closed:
             raise StreamError(ErrorCode.STREAM_CLOSED, "DATA after the end of a stream")
         call.room -= size
@@ -358,7 +359,7 @@ class Connection(asyncio.Protocol):
             self._half_close(call)
 
     def _count_data(self, size: int) -> None:
-        """Count received bytes. Streams that are not read hold back data themselves, without an effect on others."""
+        """Count received bytes. Unread streams are held back by their own windows, without affecting others."""
         self._room -= size
         if self._room < 0:
             raise ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, "the connection's window was exceeded")
@@ -368,7 +369,7 @@ class Connection(asyncio.Protocol):
 
     def _on_headers(self, flags: int, stream: int, body: bytes) -> None:
         if not stream & 1:
-            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "a client's streams have odd numbers")
+            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "a client's stream ids must be odd")
         if flags & wire.PADDED:
             body = _unpad(body)
         if flags & wire.HAS_PRIORITY:
@@ -406,7 +407,7 @@ class Connection(asyncio.Protocol):
             self._half_close(call)
             return
         if stream <= self._last_stream:
-            self._idle()  # the call has ended here already
+            self._idle()  # this side has already ended the call
             return
         self._last_stream = stream
         num_calls = max(len(self.calls), self.num_running + len(self.waiting))
@@ -419,7 +420,7 @@ class Connection(asyncio.Protocol):
         head = self._known_heads.get(headers)
         if head is None:
             head = read_head(headers, self.limits.max_metadata_bytes)
-            if not head.http_status and head.problem is None:  # so it is not too large either
+            if not head.http_status and head.problem is None:  # in that case it is not too large either
                 if len(self._known_heads) == _MAX_KNOWN_BLOCKS:
                     self._known_heads.clear()
                 self._known_heads[headers] = head
@@ -526,7 +527,7 @@ class Connection(asyncio.Protocol):
 
     def _on_ping(self, flags: int, stream: int, body: bytes) -> None:
         if stream:
-            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "PING of a stream")
+            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "PING on a stream")
         if len(body) != 8:
             raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "invalid length of PING")
         if flags & wire.ACK:
@@ -543,10 +544,10 @@ class Connection(asyncio.Protocol):
 
     def _on_goaway(self, flags: int, stream: int, body: bytes) -> None:
         if stream:
-            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "GOAWAY of a stream")
+            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "GOAWAY on a stream")
         if len(body) < 8:
             raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "GOAWAY is too short")
-        self._idle()  # the client's calls go on
+        self._idle()  # the client's calls continue
 
     def _on_window_update(self, flags: int, stream: int, body: bytes) -> None:
         size = wire.read_number(body)
@@ -579,7 +580,7 @@ class Connection(asyncio.Protocol):
     # Writing
 
     def _put(self, data: bytes) -> None:
-        self._num_strikes, self._pinged_at = 0, _NEVER  # clients may ping while they are sent something
+        self._num_strikes, self._pinged_at = 0, _NEVER  # clients may ping while they receive data
         self._append(data)
 
     def _put_headers(self, stream: int, block: bytes, *, end_stream: bool) -> None:
@@ -665,7 +666,7 @@ class Connection(asyncio.Protocol):
             self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        """Close the connection after its last call, if it is not used for more."""
+        """Close the connection after its last call, if no more calls are accepted."""
         if not self.calls and self._last_accepted != wire.MAX_STREAM:
             self._loop.call_soon(self.close)
 

@@ -1,4 +1,4 @@
-"""What a peer may demand of a server."""
+"""Limits on what a peer may demand of a server."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from midstream.rpc.http2.wire import DEFAULT_WINDOW
 
 _HEAD = struct.Struct(">BL")
-# Clients tell this from an overloaded service by gRPC's own words, "larger than max".
+# Clients distinguish this from an overloaded service by gRPC's own wording, "larger than max".
 _TOO_LARGE = "the message is larger than max"
 _CREDIT_BYTES = DEFAULT_WINDOW // 2
 # zlib's formats: deflate has zlib's header, gzip its own.
@@ -36,7 +36,7 @@ class Reader(Protocol):
 
 
 class _Over:
-    """The reader after the call has ended: nothing is left to grant or to refuse."""
+    """Stands in for the call once it has ended: there is no flow control or rejection any more."""
 
     def grant(self, num_bytes: int) -> None:
         pass
@@ -59,7 +59,7 @@ class Messages(AsyncIterator[Any]):
         self._max_bytes = max_bytes
         self._encoding = encoding
         self._buffer = bytearray()
-        self._num_owed = 0  # bytes received for which the client was not allowed to send others yet
+        self._num_owed = 0  # bytes received for which the window has not been extended yet
         self._is_ended = False
         self._waiter: asyncio.Future[None] | None = None
 
@@ -71,7 +71,7 @@ class Messages(AsyncIterator[Any]):
             self._wake_or_grant()
 
     def end(self) -> None:
-        """Note that the client sends no more."""
+        """Record that the client sends nothing more."""
         self._is_ended = True
         self._wake()
 

@@ -1,4 +1,4 @@
-"""What gRPC puts into HTTP/2 headers: methods, timeouts, metadata and statuses."""
+"""Encodes and decodes gRPC's HTTP/2 headers: methods, timeouts, metadata and statuses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REQUIRED = frozenset((b":method", b":scheme", b":path"))
 # Headers that gRPC handles itself. Methods do not see them, nor others that begin with grpc-.
 _SPECIAL = frozenset((b"te", b"content-type", b"content-length", b"host", b"grpc-timeout", b"grpc-encoding"))
 _CONTENT_TYPE = re.compile(rb"application/grpc([+;].*)?")
-# What HTTP/2 adds to the size of each header.
+# Overhead that HTTP/2 adds to the size of each header.
 _ENTRY_BYTES = 32
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _UNITS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
@@ -60,7 +60,7 @@ class Head:
 
 
 def read_head(headers: Sequence[tuple[bytes, bytes]], max_bytes: int) -> Head:
-    """Return a call's headers, of which `max_bytes` are accepted. Raises StreamError if the headers are malformed."""
+    """Return a call's headers, which may have at most `max_bytes`. Raises StreamError if the headers are malformed."""
     pseudo: dict[bytes, bytes] = {}
     special: dict[bytes, bytes] = {}
     metadata: list[tuple[str, str | bytes]] = []

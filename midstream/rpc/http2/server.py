@@ -22,7 +22,7 @@ from midstream.security.tls import Tls
 
 logger = logging.getLogger(__name__)
 
-# Maximum numbers of connections accepted and of calls started per iteration of the event loop; other calls wait for no
+# Maximum numbers of connections accepted and of calls started per iteration of the event loop; no other call waits for
 # more than these.
 _MAX_ACCEPTED_PER_TURN = 8
 _MAX_STARTS_PER_TURN = 4
@@ -33,7 +33,7 @@ _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]]
 
 
 class _Details(grpc.HandlerCallDetails):
-    """What an interceptor gets to know about a call."""
+    """The properties of a call that interceptors get."""
 
     def __init__(self, method: str, invocation_metadata: Metadata) -> None:
         self.method = method
@@ -58,7 +58,7 @@ class GrpcServer(grpc.aio.Server):
         """Create a server.
 
         Args:
-            interceptors: Called for each call, the first one first.
+            interceptors: Called for each call, in this order.
             values: Fields of `Limits`, as an alternative.
         """
         self.limits = limits or Limits(**values)
@@ -116,7 +116,7 @@ class GrpcServer(grpc.aio.Server):
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(is_shared))
                 if family == socket.AF_INET6:
-                    # An address of all interfaces includes those of IPv4.
+                    # The IPv6 wildcard address also accepts IPv4 connections.
                     listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
                 try:
                     listener.bind((address[0], port, *address[2:]))
@@ -162,7 +162,7 @@ class GrpcServer(grpc.aio.Server):
         await self._stopped.wait()
 
     async def wait_for_termination(self, timeout: float | None = None) -> bool:  # noqa: ASYNC109 (as in grpc.aio)
-        """Wait until the server has stopped; return whether it has not after `timeout` seconds."""
+        """Wait up to `timeout` seconds for the server to stop; return whether it is still running."""
         try:
             await asyncio.wait_for(self._stopped.wait(), timeout)
         except TimeoutError:
@@ -241,7 +241,7 @@ class GrpcServer(grpc.aio.Server):
             self._listen([listener])
 
     def _release(self, found: socket.socket) -> None:
-        """Note that an accepted connection has ended."""
+        """Record that an accepted connection has ended."""
         host = self._accepted.pop(found, None)
         if host is not None:
             self._num_of_host[host] -= 1
@@ -297,7 +297,7 @@ class GrpcServer(grpc.aio.Server):
         task.add_done_callback(functools.partial(self._ended, connection, call))
 
     def _ended(self, connection: Connection, call: Call, task: asyncio.Task[None]) -> None:
-        """Note that a call's task has ended, which may never have begun."""
+        """Record that a call's task has ended; it may never have begun."""
         self._tasks.discard(task)
         call.release_task()
         connection.num_running -= 1

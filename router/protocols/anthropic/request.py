@@ -48,7 +48,7 @@ class Breakpoint:
         if self.num_characters is None and not self.num_parts:
             return
         turn.content = turn.content[: self.num_characters]
-        # A turn without parts may have got some after the breakpoint.
+        # Parts may have been added to the turn after the breakpoint.
         del turn.parts[max(self.num_parts, 1) :]
         if turn.parts and turn.parts[-1].HasField("text"):
             turn.parts[-1].text = turn.parts[-1].text[: self.num_characters]

@@ -23,7 +23,7 @@ _FILE, _CHUNK = "file", "file_chunk"
 _CHUNK_BYTES = 1 << 20
 _CHUNKS_AT_ONCE = 4
 NS_PER_S = 1_000_000_000
-_ID = re.compile(r"[0-9a-f]{32}[oe]?")  # as from `new_id`; a letter follows for output and errors
+_ID = re.compile(r"[0-9a-f]{32}[oe]?")  # as from `new_id`; output and error files have an additional letter
 
 
 def new_id(prefix: str) -> str:

@@ -61,7 +61,7 @@ PRIORITY = -75
 _ABORTED = 499
 _RETRIED = frozenset({408, 429, _ABORTED, 503})
 # Number of times to repeat a line after its request, or a call to the scheduler, was aborted. Repeating does not help
-# if it was the request, since the line's key then refers to the aborted request forever.
+# if the request was aborted, since the line's key then refers to it forever.
 _MAX_ABORTS = 2
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
 # Maximum time for running lines to finish when a batch is cancelled.
@@ -156,14 +156,14 @@ class BatchRunner:
             await self._leases.give_back(lease)
             raise
         except Exception:
-            logger.exception("batch %s failed unexpectedly; it is retried", lease.batch_id)
+            logger.exception("batch %s failed unexpectedly; it will be retried", lease.batch_id)
         finally:
             for task in (working, keeping):
                 task.cancel()
             await asyncio.gather(working, keeping, return_exceptions=True)
 
     async def _drive(self, lease: Lease) -> None:
-        """Run a batch to its end, whatever its current state."""
+        """Run a batch to its end from any state."""
         try:
             _, batch = await self._batches.get(lease.owner, lease.batch_id)
         except NotFoundError:

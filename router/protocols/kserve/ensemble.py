@@ -287,7 +287,7 @@ async def native_request(
         INPUTS[name].fill(request, tensor)
     for alias, name in _ALIASES.items():
         if alias in parts and name in parts and list(parts[alias].values) != list(parts[name].values):
-            raise InvalidArgumentError(f"is another name for {name}, which has another value", field=alias)
+            raise InvalidArgumentError(f"is another name for {name}, which has a different value", field=alias)
     _fill_flags(request, parts, outputs)
     if "prompt_vocab_size" in parts and _integer(parts["prompt_vocab_size"]) != _num_virtual_tokens(request):
         raise InvalidArgumentError("must be the number of rows of prompt_embedding_table", field="prompt_vocab_size")
@@ -302,7 +302,8 @@ def _num_virtual_tokens(request: pb.GenerateRequest) -> int:
 def _fill_flags(request: pb.GenerateRequest, parts: Mapping[str, InputTensor], outputs: Collection[str]) -> None:
     """Ask for the named outputs. Raises InvalidArgumentError if the flag of one of them is false."""
     for name, flag in _FLAGS.items():
-        if name not in outputs or (name == "cum_log_probs" and request.sampling.beam_width > 1):  # beams have it anyway
+        # Beams always report it.
+        if name not in outputs or (name == "cum_log_probs" and request.sampling.beam_width > 1):
             continue
         if flag in parts and not _flag(parts[flag]):
             raise InvalidArgumentError(f"must be true, or left out, for the output {name}", field=flag)

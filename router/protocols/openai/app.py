@@ -90,7 +90,7 @@ class OpenAiApi:
         }
         routes = model_routes(self._models)  # routes of Anthropic's API
         routes += [Route(path, mapped(endpoint, ()), methods=["POST"]) for path, endpoint in posts.items()]
-        # Probes, scrapers and Anthropic's clients send parameters of their own.
+        # Probes, scrapers and Anthropic's clients send their own parameters.
         routes += [Route(path, mapped(endpoint), methods=["GET"]) for path, endpoint in gets.items()]
         return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 

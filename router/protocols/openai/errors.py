@@ -9,7 +9,7 @@ from midstream.errors import ContextLengthError, MidstreamError, OverloadedError
 
 _STATUSES: dict[StatusCode, tuple[int, str]] = {
     StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
-    # Clients would retry the status 501, in vain.
+    # Clients would retry status 501, which cannot succeed.
     StatusCode.UNIMPLEMENTED: (400, "invalid_request_error"),
     StatusCode.UNAUTHENTICATED: (401, "authentication_error"),
     StatusCode.PERMISSION_DENIED: (403, "permission_error"),

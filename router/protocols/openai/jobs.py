@@ -193,7 +193,7 @@ def _options(body: Body) -> PromptOptions:
     limit = body.integer("truncate_prompt_tokens", -1)
     if limit == 0:
         raise InvalidArgumentError(
-            "must be at least 1, or -1 for the room in the context", field="truncate_prompt_tokens"
+            "must be at least 1, or -1 for the remaining length of the context", field="truncate_prompt_tokens"
         )
     continues_last = bool(body.flag("continue_final_message"))
     if continues_last and body.flag("add_generation_prompt"):
@@ -211,7 +211,7 @@ def _chat_details(body: Body, request: pb.GenerateRequest) -> Details:
 
 
 def _details(body: Body, request: pb.GenerateRequest, num_top: int | None) -> Details:
-    """Return what the client wants to know about tokens; `num_top` is None without log probabilities."""
+    """Return which details of tokens the client wants; `num_top` is None without log probabilities."""
     num_prompt_top = body.integer("prompt_logprobs", 0, MAX_LOG_PROBS)
     if num_prompt_top is not None:
         if request.streaming:

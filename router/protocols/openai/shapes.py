@@ -20,7 +20,7 @@ _LOWEST_LOG_PROB = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What the client wants to know about the tokens.
+    """Which details of tokens the client wants.
 
     Attributes:
         num_top: Number of the most likely tokens reported with each output token; None for no log probabilities.
@@ -77,7 +77,7 @@ class Shape(Protocol):
         name: The field `object` of a response; `chunk_name` is that of an event.
         request_id: Id of the job; it is set before any output is read.
         envelope: Additional fields of a response, and of each event.
-        details: What the client wants to know about the tokens.
+        details: Which details of tokens the client wants.
         is_prompt_shared: Whether fields about the prompt are in the response, and not in each choice.
         reasoning: The reasoning read so far, in pieces, of each choice that has any.
     """
@@ -149,7 +149,7 @@ class CompletionShape:
         """Do nothing: the text is not parsed."""
 
     def begin_at(self, index: int, num_characters: int, partial: bytes) -> None:
-        """Set where a choice continues, unless it has begun."""
+        """Set the offset at which a choice continues, unless it has already begun."""
         self._offsets.setdefault(index, _TextOffset(num_characters, partial))
 
     def text_offset(self, index: int) -> tuple[int, bytes] | None:

@@ -185,7 +185,7 @@ class ResponsesApi:
         items: list[Item] = []
         known: set[object] = set()
         for index, item in enumerate(stored.job.items):
-            # A client may repeat an item with its id, but a page begins after one item.
+            # A client may send an item twice with the same id, but ids must be unique for paging.
             item_id = item.get("id")
             item_id = item_id if item_id and item_id not in known else f"msg_{own}_in_{index}"
             known.add(item_id)
@@ -300,7 +300,7 @@ class ResponsesApi:
             output = await self._front.start(native, None, stored.key, prepare, stored.job.conversation.guide_parts)
         except InvalidArgumentError as error:
             if error.field == "attachment":
-                raise InvalidArgumentError(f"{error.message}; with store=false, it is smaller", field="input") from None
+                raise InvalidArgumentError(f"{error.message}; store=false makes it smaller", field="input") from None
             raise
         if stored.key:
             stored.created_at = await self._kept.arrival_time(stored.response_id)

@@ -32,7 +32,7 @@ def read_stored(fields: dict[str, object], model: ChatModel, context: Sequence[I
     try:
         return read_response(Body(fields), model, context)
     except (InvalidArgumentError, UnsupportedError) as error:
-        logger.debug("a stored body contains something that this release refuses: %s", error)
+        logger.debug("a stored request body contains something that this release rejects: %s", error)
     left: dict[str, object] = json.loads(json.dumps({**fields, "input": "."}))
     while True:
         try:

@@ -248,7 +248,7 @@ async def test_an_invalid_schema_is_named_among_several_tools(client: anthropic.
 
 
 async def test_an_image_that_is_refused_is_named_by_its_own_field(client: anthropic.AsyncAnthropic) -> None:
-    """The model reads no images, which is a check of the native request."""
+    """The model reads no images; this is checked in the native request."""
     source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
     messages: list[Any] = [{"role": "user", "content": [TEXT_BLOCK, {"type": "image", "source": source}]}]
     for call in (
@@ -466,7 +466,7 @@ def test_thinking_and_effort_are_reported_if_the_model_cannot_follow_them(
 
 
 def test_a_message_at_the_end_of_the_context_is_not_one_at_max_tokens() -> None:
-    """The context holds 10 tokens, of which the prompt takes 6."""
+    """The context holds 10 tokens, and the prompt takes 6 of them."""
     for max_tokens, num_output, reason in (
         (5, 4, "model_context_window_exceeded"),
         (4, 4, "max_tokens"),

@@ -279,7 +279,7 @@ async def test_of_a_long_line_only_its_beginning_is_held(monkeypatch: pytest.Mon
 async def test_a_batch_whose_input_is_deleted_fails_and_keeps_finished_results(
     cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise it would end as completed, without the lines that were not read yet."""
+    """Otherwise the batch would end as completed, without the lines that were not read yet."""
     monkeypatch.setattr("router.protocols.batches.files._CHUNK_BYTES", 1 << 12)
     batch = await create(client, [line(f"line {i}") for i in range(300)])
     await cluster.scheduler.until(lambda: len(cluster.scheduler.requests) == 8)
@@ -339,7 +339,7 @@ async def test_characters_of_a_line_do_not_become_longer(client: openai.AsyncOpe
 async def test_a_line_whose_request_is_aborted_is_an_error(
     cluster: Cluster, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not repeated forever: its idempotency key always names the aborted request."""
+    """The line is not repeated forever, since its idempotency key always refers to the aborted request."""
     monkeypatch.setattr("router.protocols.batches.runner._FIRST_RETRY_S", 0.0)
     batch = await create(client, [line("a")])
     await cluster.scheduler.until(lambda: cluster.scheduler.requests)

@@ -203,7 +203,7 @@ async def test_two_names_of_one_parameter_have_the_same_value_or_are_refused(clu
     names = {"seed": ("UINT64", 7), "random_seed": ("UINT64", 8)}
     assert (
         await refusal(cluster, infer_request(**names))
-        == "random_seed: is another name for seed, which has another value"
+        == "random_seed: is another name for seed, which has a different value"
     )
     names = {"min_tokens": ("INT32", 3), "min_length": ("INT32", 3)}
     assert (await sent(cluster, infer_request(**names))).sampling.min_tokens == 3

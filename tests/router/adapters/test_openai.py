@@ -80,7 +80,7 @@ async def test_a_chat_streams_and_ends_with_usage(cluster: Cluster, router: Part
 async def test_a_text_that_was_cut_off_ends_with_an_error_and_without_a_finish_reason(
     cluster: Cluster, router: Part, tokenizer: Tokenizer, reason: pb.FinishReason.ValueType, status: int
 ) -> None:
-    """Clients that check their input know no finish reason for it."""
+    """Strict clients know no finish reason for aborted output."""
     async with client_of(router) as client:
         hi: Any = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}]}
         call = client.chat.completions.create(**hi, extra_body={"request_id": "r"})
@@ -331,7 +331,9 @@ async def test_tokenize_lists_fields_that_do_not_change_the_prompt(router: Part)
 
 
 async def test_reasoning_tokens_are_in_the_usage(cluster: Cluster, tokenizer: Tokenizer) -> None:
-    """They are those of the reasoning's text, also in a stream that is resumed after one of its choices."""
+    """The counts are those of the reasoning's text, even in a stream that is resumed after one of its choices has
+    ended.
+    """
     chat = ChatModel(model_format("hermes", "think"))
     router = await cluster.add_router(await cluster.add_detokenizer(), chat=chat)
     assert router.http is not None

@@ -363,7 +363,7 @@ def test_reasoning_precedes_text_that_a_grammar_requires() -> None:
 
 
 def test_a_stop_reason_is_what_the_client_asked_for() -> None:
-    """As in vLLM, it is null where the model ends the text itself."""
+    """As in vLLM, `stop_reason` is null if the model ends the text itself."""
     for fields, matched, reason in (
         ({}, 2, None),
         ({"stop_token_ids": [5]}, 2, None),

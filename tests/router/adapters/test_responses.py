@@ -178,8 +178,8 @@ async def test_a_session_with_tools_continues_by_id(cluster: Cluster, tokenizer:
         follow = client.responses.create(input=outputs, previous_response_id=first.id, **asked)
         last = await answered(cluster, follow, tokenizer.encode("It is sunny."), 1)
         assert last.previous_response_id == first.id
-        # The conversation is the same as one with all items in the input, except for the instructions, which apply to a
-        # single response.
+        # The conversation equals one with all items in the input, except for the instructions, which apply to a single
+        # response.
         whole: list[Any] = [{"role": "user", "content": "Weather?"}, *(item.to_dict() for item in first.output)]
         again = client.responses.create(input=[*whole, *outputs], store=False, **asked)
         await answered(cluster, again, tokenizer.encode("Sun."), 2)
@@ -189,7 +189,7 @@ async def test_a_session_with_tools_continues_by_id(cluster: Cluster, tokenizer:
 
 
 def accept(cluster: Cluster, response_id: str, **fields: Any) -> None:
-    """Make it as if an earlier release had accepted the request of a response with these fields, too."""
+    """Simulate an earlier release that accepted these fields in the request of a response."""
     request = cluster.scheduler.requests[response_id].request
     attachment = json.loads(request.attachment)
     request.attachment = json.dumps({**attachment, "body": {**attachment["body"], **fields}}).encode()

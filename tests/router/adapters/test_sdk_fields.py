@@ -44,7 +44,7 @@ HEADERS = {"betas"}
 
 
 def members(hint: Any) -> Iterator[Any]:
-    """Yield the types of which a value, or an item of a list, may be."""
+    """Yield the possible types of a value, or of the items of a list."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         for part in typing.get_args(hint):
