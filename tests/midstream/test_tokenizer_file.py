@@ -84,9 +84,7 @@ def test_special_tokens_of_an_older_folder_are_in_a_file_of_their_own(tmp_path: 
         assert Tokenizer(folder).encode(text) == theirs.encode(text)
 
 
-@pytest.mark.parametrize(
-    "tokens", [["<tool>"], {"x": listed("<tool>")}, {"260": "<tool>"}, {"260": {"content": 1}}]
-)
+@pytest.mark.parametrize("tokens", [["<tool>"], {"x": listed("<tool>")}, {"260": "<tool>"}, {"260": {"content": 1}}])
 def test_an_invalid_list_of_tokens_is_rejected(tmp_path: Path, tokens: object) -> None:
     folder = write_folder(tmp_path / "model", {"added_tokens_decoder": tokens})
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json: added_tokens_decoder"):
