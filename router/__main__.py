@@ -11,6 +11,7 @@ import sys
 from midstream.config import RouterConfig
 from midstream.errors import ConfigError
 from midstream.model.folder import open_model_folder
+from midstream.rpc.command_stream import LinkSettings
 from midstream.rpc.connection_guard import ConnectionGuard
 from midstream.rpc.health import Progress
 from midstream.rpc.open_files import raise_open_files_limit
@@ -85,13 +86,13 @@ async def serve(config: RouterConfig) -> None:
     tls, authenticator = Tls.from_config(config), Authenticator.from_config(config)
     folder = open_model_folder(config.model)
     folder = dataclasses.replace(folder, name=config.served_model_name or folder.name)
-    transport = config.internal_transport
-    cells = Cells(config.schedulers, config.max_message_bytes, tls, config.unavailable_timeout_s, transport=transport)
+    links = LinkSettings.from_config(config, tls)
+    cells = Cells(config.schedulers, links, config.unavailable_timeout_s)
     prompts = PromptBuilder(folder, config.num_tokenizer_threads, cells.encode_image)
     chat = ChatModel.of(folder, prompts.tokenizer, config.tool_parser, config.reasoning_parser)
     progress, metrics = Progress(), Metrics()
     tracer = Tracer.from_config(config, "router")
-    pool = DetokenizerPool(config.detokenizers, config.max_message_bytes, tls, transport=transport)
+    pool = DetokenizerPool(config.detokenizers, links)
     runner = Runner(
         folder,
         prompts,

@@ -17,6 +17,7 @@ from detokenizer.servicer import DetokenizerServicer
 from midstream.client import AsyncClient
 from midstream.model.folder import ModelFolder, open_model_folder
 from midstream.model.tokenizer import Tokenizer
+from midstream.rpc.command_stream import LinkSettings
 from midstream.rpc.frames import FrameServer
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
@@ -121,7 +122,7 @@ class Cluster:
 
     def __init__(self, folder: ModelFolder, decoders: DecoderFactory, transport: str = "grpc") -> None:
         self.folder = folder
-        self.transport = transport
+        self.links = LinkSettings(MAX_MESSAGE, transport=transport)
         self.decoders = decoders
         self.scheduler = scripted_scheduler()
         self.scheduler_address = ""
@@ -134,11 +135,9 @@ class Cluster:
         self.scheduler_address = await self.scheduler.start()
 
     async def add_detokenizer(self, name: str = "d", max_pending_bytes: int = 8 << 20, port: int = 0) -> Part:
-        pool = FeedPool(
-            self.scheduler_address, name, self.folder.end_ids, MAX_MESSAGE, lambda _: None, transport=self.transport
-        )
+        pool = FeedPool(self.scheduler_address, name, self.folder.end_ids, self.links, lambda _: None)
         frames = None
-        if self.transport == "frames":
+        if self.links.transport == "frames":
             frames = FrameServer("127.0.0.1", 0, max_message_bytes=MAX_MESSAGE)
             await frames.start()
         servicer = DetokenizerServicer(pool, self.decoders, max_pending_bytes, frames)
@@ -158,9 +157,9 @@ class Cluster:
         gen_ai: GenAiMetrics | None = None,
     ) -> Part:
         authenticator, watchers = authenticator or Authenticator(), watcher_limits()
-        cells = Cells(self.scheduler_address, MAX_MESSAGE, transport=self.transport)
+        cells = Cells(self.scheduler_address, self.links)
         addresses = ",".join(part.address for part in detokenizers) or "127.0.0.1:1"
-        pool = DetokenizerPool(addresses, MAX_MESSAGE, transport=self.transport)
+        pool = DetokenizerPool(addresses, self.links)
         runner = Runner(
             self.folder,
             self.prompts,
