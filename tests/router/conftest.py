@@ -15,6 +15,7 @@ from detokenizer.feed import FeedPool
 from detokenizer.incremental import DecoderFactory, decoder_factory
 from detokenizer.servicer import DetokenizerServicer
 from midstream.client import AsyncClient
+from midstream.config import RouterConfig
 from midstream.model.folder import ModelFolder, open_model_folder
 from midstream.model.tokenizer import Tokenizer
 from midstream.rpc.command_stream import LinkSettings
@@ -160,14 +161,14 @@ class Cluster:
         cells = Cells(self.scheduler_address, self.links)
         addresses = ",".join(part.address for part in detokenizers) or "127.0.0.1:1"
         pool = DetokenizerPool(addresses, self.links)
-        runner = Runner(
-            self.folder,
-            self.prompts,
-            cells,
-            pool,
+        config = RouterConfig(
             max_pending_bytes=max_pending_bytes,
             unavailable_timeout_s=unavailable_timeout_s,
+            max_file_bytes=4 << 20,
+            max_batch_lines=8,
+            generation_config="none",
         )
+        runner = Runner(config, self.folder, self.prompts, cells, pool)
         self.runners.append(runner)
         server = Server(
             "midstream.v1.Midstream",
@@ -191,25 +192,16 @@ class Cluster:
             on_routers=quotas.learn,
             on_detached=quotas.learn_detached,
         )
-        add_servicers(server, front, self.prompts, cells, status, router_id)
+        add_servicers(server, front, status, router_id)
         bodies = BodyReader(BodyBudget(4 << 20))
         chat = chat or ChatModel.of(self.folder, self.prompts.tokenizer)
         kept = KeptRequests(cells, unavailable_timeout_s)
-        pages = OpenAiApi(front, self.prompts, metrics, list, bodies, chat, kept).app()
-        pages.router.routes.extend(MessagesApi(front, self.prompts, bodies, chat).routes())
+        pages = OpenAiApi(front, metrics, list, bodies, chat, kept).app()
+        pages.router.routes.extend(MessagesApi(front, bodies, chat).routes())
         pages.router.routes.extend(EmbeddingsApi(Embedder(front), bodies).routes())
         pages.router.routes.append(ledger_route(cells))
-        pages.router.routes.extend(ResponsesApi(front, self.prompts, bodies, chat, kept, 3600).routes())
-        batches = batch_service(
-            pages,
-            cells,
-            bodies,
-            server.draining,
-            metrics,
-            authenticator.owner,
-            unavailable_timeout_s=unavailable_timeout_s,
-            max_file_bytes=4 << 20, file_ttl_s=30 * 24 * 3600, max_lines=8,
-        )  # fmt: skip
+        pages.router.routes.extend(ResponsesApi(front, bodies, chat, kept, 3600).routes())
+        batches = batch_service(config, pages, cells, bodies, server.draining, metrics, authenticator.owner)
         pages.router.routes.extend(batches.routes)
         pages.router.routes.extend([*dashboard_routes(status), *page_routes()])
         http = HttpPort(AuthenticatedApp(pages, authenticator, refuse, quotas.headers), "127.0.0.1", 0)
