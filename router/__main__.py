@@ -146,7 +146,7 @@ async def serve(config: RouterConfig) -> None:
     )
     add_servicers(server, front, status, router_id)
     bodies = BodyReader(BodyBudget(max_body_bytes(folder, config.max_body_bytes, config.max_message_bytes)))
-    kept = KeptRequests(cells, config.unavailable_timeout_s)
+    kept = KeptRequests(cells)
     pages = OpenAiApi(front, metrics, progress.problems, bodies, chat, kept, progress.stalled).app()
     batches = batch_service(config, pages, cells, bodies, server.draining, metrics, authenticator.owner)
     pages.router.routes += [

@@ -179,10 +179,14 @@ class Cell:
 
 
 class Cells:
-    """All discovered cells."""
+    """All discovered cells.
+
+    Attributes:
+        unavailable_timeout_s: How long calls that are repeated wait for an unreachable scheduler.
+    """
 
     def __init__(self, targets: str, settings: LinkSettings, unavailable_timeout_s: float = 10.0) -> None:
-        self._unavailable_timeout_s = unavailable_timeout_s
+        self.unavailable_timeout_s = unavailable_timeout_s
         self.cells: dict[str, Cell] = {}
         self._settings = settings
         self._discovery = Discovery(
@@ -265,7 +269,7 @@ class Cells:
         """
         loop, name = asyncio.get_running_loop(), hashlib.blake2b(data, digest_size=16).hexdigest()
         request = scheduler_pb2.EncodeImageRequest(data=data)
-        give_up_at, delay = loop.time() + self._unavailable_timeout_s, _FIRST_RETRY_S
+        give_up_at, delay = loop.time() + self.unavailable_timeout_s, _FIRST_RETRY_S
         while True:
             cell = choose_home(self._candidates(), name)
             try:

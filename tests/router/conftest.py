@@ -158,7 +158,7 @@ class Cluster:
         gen_ai: GenAiMetrics | None = None,
     ) -> Part:
         authenticator, watchers = authenticator or Authenticator(), watcher_limits()
-        cells = Cells(self.scheduler_address, self.links)
+        cells = Cells(self.scheduler_address, self.links, unavailable_timeout_s)
         addresses = ",".join(part.address for part in detokenizers) or "127.0.0.1:1"
         pool = DetokenizerPool(addresses, self.links)
         config = RouterConfig(
@@ -195,7 +195,7 @@ class Cluster:
         add_servicers(server, front, status, router_id)
         bodies = BodyReader(BodyBudget(4 << 20))
         chat = chat or ChatModel.of(self.folder, self.prompts.tokenizer)
-        kept = KeptRequests(cells, unavailable_timeout_s)
+        kept = KeptRequests(cells)
         pages = OpenAiApi(front, metrics, list, bodies, chat, kept).app()
         pages.router.routes.extend(MessagesApi(front, bodies, chat).routes())
         pages.router.routes.extend(EmbeddingsApi(Embedder(front), bodies).routes())

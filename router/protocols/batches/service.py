@@ -41,7 +41,7 @@ def batch_service(
     caller_of: Callable[[str], Caller | None],
 ) -> BatchService:
     """Return the service; `app` serves the endpoints that lines call. See BatchRunner."""
-    documents = ClientDocuments(cells, config.unavailable_timeout_s)
+    documents = ClientDocuments(cells)
     files, batches, leases = Files(documents), Batches(documents), Leases(documents)
     files_api = FilesApi(documents, files, draining, max_file_bytes=config.max_file_bytes, ttl_s=config.file_ttl_s)
     batches_api = BatchesApi(documents, files, batches, leases, bodies, draining, config.file_ttl_s)

@@ -95,7 +95,7 @@ async def test_files_are_stored_listed_read_and_deleted(cluster: Cluster, client
         await client.files.create(file=b"x" * (5 << 20), purpose="batch")
     assert [file.id async for file in client.files.list()] == [second.id]
     cells = cluster.runners[0].cells
-    chunks = await ClientDocuments(cells, 30.0).waiting(cells.any(), "file_chunk", 100)
+    chunks = await ClientDocuments(cells).waiting(cells.any(), "file_chunk", 100)
     assert [chunk.id.partition("/")[0] for chunk in chunks] == [second.id]  # no chunks of the refused files remain
 
 
