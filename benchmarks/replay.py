@@ -18,7 +18,7 @@ from scheduler.core.effects import Effect
 from scheduler.core.events import Event
 from scheduler.plugins import load_scheduler
 from scheduler.replay.recording import frame
-from scheduler.replay.recording_codec import encode_config, encode_event
+from scheduler.replay.recording_codec import Outcome, encode_config, encode_record
 from scheduler.replay.replay import replay
 from scheduler.replay.simulation import Simulation
 from scheduler.replay.simulator import Fleet, Load, events_of
@@ -31,7 +31,7 @@ class RecordedCore(SchedulerCore):
 
     def handle(self, event: Event) -> list[Effect]:
         effects = super().handle(event)
-        self.file.write(frame(encode_event(event, effects)))
+        self.file.write(frame(encode_record(event, Outcome.of(effects))))
         return effects
 
 

@@ -15,6 +15,7 @@ from detokenizer.streams import record_stream
 from midstream.config import DetokenizerConfig
 from midstream.model.folder import open_model_folder
 from midstream.model.tokenizer import Tokenizer
+from midstream.rpc.command_stream import LinkSettings
 from midstream.rpc.frames import FrameServer
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
@@ -43,11 +44,9 @@ async def serve(config: DetokenizerConfig) -> None:
         config.schedulers,
         detokenizer_id,
         folder.end_ids,
-        config.max_message_bytes,
+        LinkSettings.from_config(config, tls),
         num_tokens.inc,
-        tls,
         partial(record_stream, tracer) if tracer is not None else lambda _: None,
-        config.internal_transport,
     )
     frames = FrameServer.from_config(config, tls)
     servicer = DetokenizerServicer(pool, decoders, config.max_pending_bytes, frames)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import TypeVar
 
 import grpc.aio
@@ -23,11 +24,10 @@ from detokenizer.streams import OutputStream
 from midstream.chunk import perf_metrics_from_proto, usage_from_proto
 from midstream.errors import ExecutionError, NotFoundError, UnavailableError, from_proto
 from midstream.extras import extras_from_proto
-from midstream.rpc.command_stream import CommandStream
+from midstream.rpc.command_stream import CommandStream, LinkSettings
 from midstream.rpc.discovery import Discovery
 from midstream.rpc.frames import Pump
 from midstream.rpc.scheduler_epoch import scheduler_epoch
-from midstream.security.tls import Tls
 from protos import scheduler_pb2 as pb
 from protos import scheduler_pb2_grpc
 from protos.frames_pb2 import FramesOffer, OpenFramesRequest
@@ -48,8 +48,7 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
     batch_class = pb.FeedBatch
 
     def __init__(self, pool: FeedPool, target: str, detokenizer_id: str, end_ids: tuple[int, ...]) -> None:
-        name = pool.server_name(target)
-        super().__init__("scheduler", target, pool.max_message_bytes, pool.tls, name, transport=pool.transport)
+        super().__init__("scheduler", target, pool.settings, pool.server_name(target))
         self._pool = pool
         self._detokenizer_id = detokenizer_id
         self._end_ids = end_ids
@@ -182,16 +181,12 @@ class FeedPool:
         targets: str,
         detokenizer_id: str,
         end_ids: tuple[int, ...],
-        max_message_bytes: int,
+        settings: LinkSettings,
         count_tokens: Callable[[int], None],
-        tls: Tls | None = None,
         on_detach: Callable[[OutputStream], None] = lambda _: None,
-        transport: str = "grpc",
     ) -> None:
-        """`on_detach` is called with each stream that is detached; `transport` is the value of that setting."""
-        self.transport = transport
-        self.max_message_bytes = max_message_bytes
-        self.tls = tls
+        """`on_detach` is called with each stream that is detached."""
+        self.settings = settings
         self.count_tokens = count_tokens
         self.feeds: dict[str, SchedulerFeed] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -199,10 +194,7 @@ class FeedPool:
         self._detokenizer_id = detokenizer_id
         self._end_ids = end_ids
         self._discovery = Discovery(
-            targets,
-            field="schedulers",
-            on_change=self._set_targets,
-            get_epoch=lambda address, name: scheduler_epoch(address, tls, name),
+            targets, field="schedulers", on_change=self._set_targets, get_epoch=partial(scheduler_epoch, settings)
         )
         self._on_detach = on_detach
         self._waiting: dict[int, OutputStream] = {}  # attached, not claimed yet

@@ -26,7 +26,7 @@ from kernels.linear import gated_linear as torch_gated_linear
 from kernels.linear import linear as torch_linear
 from kernels.linear import quantized_linear as torch_quantized_linear
 from kernels.lora import add_lora as torch_add_lora
-from kernels.quantized_kv import KvScales, dequantized, store_quantized_kv
+from kernels.quantized_kv import KvScales, dequantized
 from kernels.rms_norm import add_rms_norm as torch_add_rms_norm
 from kernels.rms_norm import rms_norm as torch_rms_norm
 from kernels.rotary import apply_rotary as torch_apply_rotary
@@ -273,12 +273,8 @@ def store_kv(
 
     A slot is block * block_size + offset. With `scales`, the cache is quantized and the scales are written as well.
     """
-    if _takes_triton(k):
-        triton.store_kv(k, v, k_cache, v_cache, slot_mapping, scales=scales)
-    elif scales is None:
-        torch_store_kv(k, v, k_cache, v_cache, slot_mapping)
-    else:
-        store_quantized_kv(k, v, k_cache, v_cache, slot_mapping, scales)
+    store = triton.store_kv if _takes_triton(k) else torch_store_kv
+    store(k, v, k_cache, v_cache, slot_mapping, scales=scales)
 
 
 def rotate_and_store(

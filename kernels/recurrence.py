@@ -42,9 +42,9 @@ def fold(x: Tensor, dim: int) -> Tensor:
     return x.squeeze(dim)
 
 
-def unit_rows(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Divide each row of x [..., D] by its L2 norm; eps is added to the sum of squares."""
-    return x * torch.rsqrt(fold(x * x, -1) + eps)[..., None]
+def unit_rows(x: Tensor) -> Tensor:
+    """Divide each row of x [..., D] by its L2 norm; 1e-6 is added to the sum of squares."""
+    return x * torch.rsqrt(fold(x * x, -1) + 1e-6)[..., None]
 
 
 def causal_conv(x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels.kv_store import store_kv
-from kernels.quantized_kv import KvScales, store_quantized_kv
+from kernels.quantized_kv import KvScales
 from kernels.rms_norm import rms_norm
 from kernels.rotary import apply_rotary
 
@@ -30,8 +30,5 @@ def rotate_and_store(
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
     q, k = apply_rotary(q, k, cos, sin, is_interleaved=is_interleaved)
-    if scales is None:
-        store_kv(k, v, k_cache, v_cache, slot_mapping)
-    else:
-        store_quantized_kv(k, v, k_cache, v_cache, slot_mapping, scales)
+    store_kv(k, v, k_cache, v_cache, slot_mapping, scales=scales)
     return q

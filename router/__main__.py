@@ -11,6 +11,7 @@ import sys
 from midstream.config import RouterConfig
 from midstream.errors import ConfigError
 from midstream.model.folder import open_model_folder
+from midstream.rpc.command_stream import LinkSettings
 from midstream.rpc.connection_guard import ConnectionGuard
 from midstream.rpc.health import Progress
 from midstream.rpc.open_files import raise_open_files_limit
@@ -38,7 +39,6 @@ from router.pipeline.prompt import PromptBuilder
 from router.pipeline.quotas import Quotas
 from router.pipeline.reach import watch_reach
 from router.pipeline.request_traces import RequestTraces, TracedApp, remember_client
-from router.pipeline.sampling_defaults import sampling_defaults
 from router.pipeline.stream_limits import CallLimits, StreamLimits, admit_within, watcher_limits
 from router.protocols import ADAPTED_SERVICES, SERVICE, add_servicers
 from router.protocols.anthropic.app import MessagesApi, refuse
@@ -85,26 +85,14 @@ async def serve(config: RouterConfig) -> None:
     tls, authenticator = Tls.from_config(config), Authenticator.from_config(config)
     folder = open_model_folder(config.model)
     folder = dataclasses.replace(folder, name=config.served_model_name or folder.name)
-    transport = config.internal_transport
-    cells = Cells(config.schedulers, config.max_message_bytes, tls, config.unavailable_timeout_s, transport=transport)
+    links = LinkSettings.from_config(config, tls)
+    cells = Cells(config.schedulers, links, config.unavailable_timeout_s)
     prompts = PromptBuilder(folder, config.num_tokenizer_threads, cells.encode_image)
     chat = ChatModel.of(folder, prompts.tokenizer, config.tool_parser, config.reasoning_parser)
     progress, metrics = Progress(), Metrics()
     tracer = Tracer.from_config(config, "router")
-    pool = DetokenizerPool(config.detokenizers, config.max_message_bytes, tls, transport=transport)
-    runner = Runner(
-        folder,
-        prompts,
-        cells,
-        pool,
-        max_pending_bytes=config.max_pending_bytes,
-        max_tensor_bytes=config.max_tensor_bytes,
-        max_beam_width=config.max_beam_width,
-        unavailable_timeout_s=config.unavailable_timeout_s,
-        sampling_defaults=sampling_defaults(folder) if config.generation_config == "auto" else None,
-        share_prefix_cache=config.share_prefix_cache,
-        adapter_root=config.adapter_root,
-    )
+    pool = DetokenizerPool(config.detokenizers, links)
+    runner = Runner(config, folder, prompts, cells, pool)
     metrics.gauge("num_live_detokenizers", "Detokenizers available.").set_function(lambda: pool.num_live)
     metrics.registry.register(CellMetrics(folder.name, cells.reports))
     watchers = watcher_limits()
@@ -156,31 +144,20 @@ async def serve(config: RouterConfig) -> None:
         on_routers=quotas.learn,
         on_detached=quotas.learn_detached,
     )
-    add_servicers(server, front, prompts, cells, status, router_id)
+    add_servicers(server, front, status, router_id)
     bodies = BodyReader(BodyBudget(max_body_bytes(folder, config.max_body_bytes, config.max_message_bytes)))
-    kept = KeptRequests(cells, config.unavailable_timeout_s)
-    api = OpenAiApi(front, prompts, metrics, progress.problems, bodies, chat, kept, progress.stalled)
-    pages = api.app()
-    pages.router.routes.extend(MessagesApi(front, prompts, bodies, chat).routes())
-    pages.router.routes.extend(EmbeddingsApi(Embedder(front), bodies).routes())
-    responses = ResponsesApi(front, prompts, bodies, chat, kept, config.response_ttl_s)
-    pages.router.routes.extend(responses.routes())
-    batches = batch_service(
-        pages,
-        cells,
-        bodies,
-        server.draining,
-        metrics,
-        authenticator.owner,
-        unavailable_timeout_s=config.unavailable_timeout_s,
-        max_file_bytes=config.max_file_bytes,
-        file_ttl_s=config.file_ttl_s,
-        max_lines=config.max_batch_lines,
-    )
-    pages.router.routes.extend(batches.routes)
-    pages.router.routes.append(ledger_route(cells))
-    pages.router.routes.extend(dashboard_routes(status))
-    pages.router.routes.extend(page_routes())
+    kept = KeptRequests(cells)
+    pages = OpenAiApi(front, metrics, progress.problems, bodies, chat, kept, progress.stalled).app()
+    batches = batch_service(config, pages, cells, bodies, server.draining, metrics, authenticator.owner)
+    pages.router.routes += [
+        *MessagesApi(front, bodies, chat).routes(),
+        *EmbeddingsApi(Embedder(front), bodies).routes(),
+        *ResponsesApi(front, bodies, chat, kept, config.response_ttl_s).routes(),
+        *batches.routes,
+        ledger_route(cells),
+        *dashboard_routes(status),
+        *page_routes(),
+    ]
     app = for_pages(
         AuthenticatedApp(turns.for_pages(pages), authenticator, refuse, quotas.headers), config.cors_origins
     )

@@ -19,7 +19,7 @@ from protos import generation_pb2 as pb
 from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
 from router.authentication import current_caller
 from router.permissions import Role
-from router.pipeline.cells import Cell, Cells
+from router.pipeline.cells import Cell
 from router.pipeline.embedder import Embedder, EmbedInput, Pooling, VectorShape
 from router.pipeline.generation import FrontDoor, Output
 from router.pipeline.idempotency import check_no_id, key_of, make_repeatable, request_id_of
@@ -40,11 +40,11 @@ _POOLING = {
 class RouterServicer(service_pb2_grpc.MidstreamServicer):
     """Implements protos/service.proto."""
 
-    def __init__(self, front: FrontDoor, cells: Cells, status: StatusFeed, router_id: str) -> None:
+    def __init__(self, front: FrontDoor, status: StatusFeed, router_id: str) -> None:
         self._front = front
         self._embedder = Embedder(front)
         self._model = front.runner.model
-        self._cells = cells
+        self._cells = front.runner.cells
         self._status = status
         self._router_id = router_id
 

@@ -327,30 +327,18 @@ def _admit(config: SchedulerConfig) -> Admit | None:
 def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: int) -> CoreConfig:
     """Return the core's settings."""
     ns_per_s, ns_per_ms = 1_000_000_000, 1_000_000
+    same = {item.name for item in dataclasses.fields(CoreConfig)} & {item.name for item in dataclasses.fields(config)}
     return CoreConfig(
         scheduler_epoch=scheduler_epoch,
         vocab_size=model.vocab_size,
         max_sequence_length=model.max_sequence_length,
         model_fingerprint=model.fingerprint,
-        tokens_per_block=config.tokens_per_block,
-        max_batch_size=config.max_batch_size,
-        max_num_tokens=config.max_num_tokens,
-        max_context_chunk=config.max_context_chunk,
-        max_attention_window=config.max_attention_window,
-        sink_token_length=config.sink_token_length,
-        enable_block_reuse=config.enable_block_reuse,
-        enable_chunked_context=config.enable_chunked_context,
-        pipeline_depth=config.pipeline_depth,
-        max_queue_size=config.max_queue_size,
         worker_timeout_ns=config.worker_timeout_ms * ns_per_ms,
         progress_timeout_ns=config.worker_progress_timeout_ms * ns_per_ms,
         orphan_grace_ns=int(config.orphan_grace_s * ns_per_s),
         finished_ttl_ns=int(config.finished_ttl_s * ns_per_s),
         no_worker_timeout_ns=int(config.no_worker_timeout_s * ns_per_s),
-        max_num_finished=config.max_num_finished,
-        max_finished_tokens=config.max_finished_tokens,
-        max_worker_deaths=config.max_worker_deaths,
-        max_tensor_bytes=config.max_tensor_bytes,
+        **{name: getattr(config, name) for name in same},
     )
 
 

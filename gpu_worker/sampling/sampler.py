@@ -156,13 +156,11 @@ class Sampler:
         candidates: dict[int, Candidates] = {}
         if is_changed.any():
             is_copied = (self._rows.features[rows] & _CHANGES_ROWS) != 0
-            for is_one, pick in (
-                (is_changed & ~is_copied, self._pick_steered),
-                (is_changed & is_copied, self._pick_changed),
-            ):
-                places = np.flatnonzero(is_one).astype(np.int32)
-                if len(places):
-                    token_ids[places] = pick(logits, rows, places, constraints, errors, candidates)
+            steered, copied = (np.flatnonzero(is_changed & some).astype(np.int32) for some in (~is_copied, is_copied))
+            if len(steered):
+                token_ids[steered] = self._pick_steered(logits, rows, steered, errors)
+            if len(copied):
+                token_ids[copied] = self._pick_changed(logits, rows, copied, constraints, errors, candidates)
         token_ids[list(errors)] = 0
         log_probs = self._log_probs(logits, rows, token_ids, errors)
         log_probs += tuple(
@@ -231,13 +229,7 @@ class Sampler:
         return Chosen(chosen, rows, torch.cat((chosen, found.flatten())), failed, tuple(places_of), wanted)
 
     def _pick_steered(
-        self,
-        logits: Tensor,
-        rows: IntArray,
-        places: IntArray,
-        constraints: Constraints,
-        errors: dict[int, MidstreamError],
-        candidates: dict[int, Candidates],
+        self, logits: Tensor, rows: IntArray, places: IntArray, errors: dict[int, MidstreamError]
     ) -> IntArray:
         """Return the tokens at `places`, for rows in which few logits are modified; these are restored afterwards."""
         before: list[tuple[Tensor, Tensor]] = []

@@ -10,8 +10,7 @@ import numpy as np
 from gpu_worker.batch.step import AdapterRef, Fork, HashArray, IntArray, NewSequence, SamplingParams, Step, StepOutput
 from gpu_worker.scheduler_link.outputs import encode_tensors, output_params, prompt_outputs, row_outputs
 from midstream.errors import MidstreamError, UnsupportedError
-from midstream.grammar.messages import Guide
-from midstream.grammar.process import is_available
+from midstream.grammar.process import guide_of, is_available
 from protos import generation_pb2, worker_pb2
 
 PROTOCOL_VERSION = 1
@@ -104,7 +103,7 @@ def _sequence(message: worker_pb2.AddSequence) -> NewSequence:
         outputs=output_params(message.output),
         post_processor=message.logits_post_processor_name,
         client_id=message.client_id,
-        guide=_guide(message.guided_decoding) if message.HasField("guided_decoding") else None,
+        guide=guide_of(message.guided_decoding) if message.HasField("guided_decoding") else None,
         sequence_index=message.sequence_index,
         request_id=message.request_id,
         lora=_adapter(message.lora) if message.HasField("lora") else None,
@@ -113,11 +112,6 @@ def _sequence(message: worker_pb2.AddSequence) -> NewSequence:
         trace_parent=message.trace_parent,
         error=_unsupported(message),
     )
-
-
-def _guide(config: generation_pb2.GuidedDecodingConfig) -> Guide:
-    kind = generation_pb2.GuideType.Name(config.guide_type).removeprefix("GUIDE_TYPE_").lower()
-    return Guide("ebnf" if kind == "ebnf_grammar" else kind, config.guide)
 
 
 def _adapter(config: generation_pb2.LoraConfig | generation_pb2.PromptTuningConfig) -> AdapterRef:

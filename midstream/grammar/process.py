@@ -12,6 +12,7 @@ from midstream.grammar.messages import READY, Guide
 from midstream.model.folder import ModelFolder
 from midstream.python_process import python_command, python_environment
 from midstream.socket_messages import receive, send
+from protos import generation_pb2 as pb
 
 _MEMORY_BYTES = 2 << 30
 LIMIT_S = 2.0
@@ -23,6 +24,12 @@ _START_LIMIT_S = 60.0
 def is_available() -> bool:
     """Return whether the grammar library is installed."""
     return importlib.util.find_spec("llguidance") is not None
+
+
+def guide_of(config: pb.GuidedDecodingConfig) -> Guide:
+    """Return the guide of a request."""
+    kind = pb.GuideType.Name(config.guide_type).removeprefix("GUIDE_TYPE_").lower()
+    return Guide("ebnf" if kind == "ebnf_grammar" else kind, config.guide)
 
 
 class GrammarProcess:

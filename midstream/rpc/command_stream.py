@@ -11,12 +11,14 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
-from typing import ClassVar, Generic, TypeVar, cast
+from dataclasses import dataclass
+from typing import ClassVar, Generic, Self, TypeVar, cast
 
 import grpc.aio
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from midstream.config import DetokenizerConfig, RouterConfig
 from midstream.rpc import frames
 from midstream.rpc.serving import open_channel
 from midstream.security.tls import Tls
@@ -34,26 +36,40 @@ CommandT = TypeVar("CommandT", bound=Message)
 BatchT = TypeVar("BatchT", bound=Message)
 
 
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """How this process connects to other services of the system.
+
+    Attributes:
+        max_message_bytes: Maximum size of a message in either direction.
+        tls: Credentials; None for plain text.
+        transport: `frames`, which are used if the other side supports them, or `grpc`.
+    """
+
+    max_message_bytes: int
+    tls: Tls | None = None
+    transport: str = "grpc"
+
+    @classmethod
+    def from_config(cls, config: RouterConfig | DetokenizerConfig, tls: Tls | None) -> Self:
+        return cls(config.max_message_bytes, tls, config.internal_transport)
+
+    def open_channel(self, target: str, server_name: str) -> grpc.aio.Channel:
+        """Return a channel; `server_name` is the name that the certificate must contain, empty if it is the address."""
+        return open_channel(target, max_message_bytes=self.max_message_bytes, tls=self.tls, server_name=server_name)
+
+
 class FrameLink(ABC, Generic[CommandT, BatchT]):
     """The frame connection to one service.
 
     Attributes:
         is_open: Whether commands reach the service.
-        over_frames: Whether frames are used, while it is open.
     """
 
     batch_class: ClassVar[type[Message]]
 
     def __init__(
-        self,
-        kind: str,
-        target: str,
-        max_message_bytes: int,
-        tls: Tls | None,
-        server_name: str,
-        silence_s: float = 0.0,
-        *,
-        transport: str = "grpc",
+        self, kind: str, target: str, settings: LinkSettings, server_name: str, silence_s: float = 0.0
     ) -> None:
         """Create the stream without opening it.
 
@@ -62,17 +78,13 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
             server_name: Name that the service's certificate must contain; empty means its address.
             silence_s: Maximum time without a message before the stream is closed; 0 means that only keepalive closes
                 it.
-            transport: `frames`, which are used if the other side supports them, or `grpc`.
         """
         self.target = target
         self.is_open = False
-        self.over_frames = False
         self._kind = kind
-        self._max_message_bytes = max_message_bytes
-        self._tls = tls
+        self._settings = settings
         self._server_name = server_name
         self._silence_s = silence_s
-        self._transport = transport
         self._connection: frames.FrameConnection | None = None
         self._lost: asyncio.Future[Exception | None] | None = None
         self._num_failures = 0
@@ -109,9 +121,7 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
 
     async def run(self) -> None:
         """Keep the stream open until cancelled."""
-        async with open_channel(
-            self.target, max_message_bytes=self._max_message_bytes, tls=self._tls, server_name=self._server_name
-        ) as channel:
+        async with self._settings.open_channel(self.target, self._server_name) as channel:
             while True:
                 try:
                     await self._run_once(channel)
@@ -130,8 +140,7 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
                 await asyncio.sleep(_RECONNECT_S)
 
     async def _run_once(self, channel: grpc.aio.Channel) -> None:
-        connection = await self._connect(channel) if self._transport == "frames" else None
-        self.over_frames = connection is not None
+        connection = await self._connect(channel) if self._settings.transport == "frames" else None
         if connection is not None:
             await self._run_frames(connection)
         else:
@@ -154,8 +163,8 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
                 offer,
                 self.target,
                 self,
-                max_message_bytes=self._max_message_bytes,
-                tls=self._tls,
+                max_message_bytes=self._settings.max_message_bytes,
+                tls=self._settings.tls,
                 server_name=self._server_name,
                 **limits,
             )

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import grpc.aio
 
-from midstream.rpc.serving import open_channel
-from midstream.security.tls import Tls
+from midstream.rpc.command_stream import LinkSettings
 from protos import loads_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
@@ -16,9 +15,9 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 1.0
 
 
-async def scheduler_epoch(address: str, tls: Tls | None = None, server_name: str = "") -> int:
+async def scheduler_epoch(settings: LinkSettings, address: str, server_name: str) -> int:
     """Return the epoch of the scheduler at an address; 0 if it is a standby or does not respond."""
-    async with open_channel(address, tls=tls, server_name=server_name) as channel:
+    async with settings.open_channel(address, server_name) as channel:
         stub = cast("SchedulerAsyncStub", scheduler_pb2_grpc.SchedulerStub(channel))
         try:
             loads = await stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=_TIMEOUT_S)

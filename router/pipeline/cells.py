@@ -16,11 +16,10 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from midstream.errors import DeadlineError, InvalidArgumentError, MidstreamError, UnavailableError
+from midstream.rpc.command_stream import LinkSettings
 from midstream.rpc.discovery import Discovery
 from midstream.rpc.errors import error_from_rpc
 from midstream.rpc.scheduler_epoch import scheduler_epoch
-from midstream.rpc.serving import open_channel
-from midstream.security.tls import Tls
 from protos import generation_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2
 from router.pipeline.cell_choice import choose_cell, choose_home
 from router.pipeline.kv_index import KvIndex
@@ -54,23 +53,13 @@ class Cell:
         is_gone: Whether it is no longer discovered, and therefore gets no more requests.
     """
 
-    def __init__(
-        self,
-        name: str,
-        address: str,
-        max_message_bytes: int,
-        tls: Tls | None = None,
-        server_name: str = "",
-        *,
-        transport: str = "grpc",
-    ) -> None:
+    def __init__(self, name: str, address: str, settings: LinkSettings, server_name: str = "") -> None:
         self.name, self.address = name, address
-        open_one = partial(open_channel, address, max_message_bytes=max_message_bytes, tls=tls, server_name=server_name)
-        self._channel, self._watch_channel = open_one(), open_one()
+        self._channel, self._watch_channel = (settings.open_channel(address, server_name) for _ in range(2))
         self.stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(self._channel)  # type: ignore[assignment]
         self.watch_stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(self._watch_channel)  # type: ignore[assignment]
-        self._max_request_bytes = max_message_bytes - _ENVELOPE_BYTES
-        self._submissions = SubmissionLink(address, max_message_bytes, tls, server_name, transport=transport)
+        self._max_request_bytes = settings.max_message_bytes - _ENVELOPE_BYTES
+        self._submissions = SubmissionLink(address, settings, server_name)
         self._submitting = asyncio.create_task(self._submissions.run(), name=f"submissions-{address}")
         self.load = 0
         self.reports: Sequence[loads_pb2.CellLoad] = ()
@@ -190,28 +179,18 @@ class Cell:
 
 
 class Cells:
-    """All discovered cells."""
+    """All discovered cells.
 
-    def __init__(
-        self,
-        targets: str,
-        max_message_bytes: int,
-        tls: Tls | None = None,
-        unavailable_timeout_s: float = 10.0,
-        *,
-        transport: str = "grpc",
-    ) -> None:
-        """`transport` is the value of the setting `internal_transport`."""
-        self._transport = transport
-        self._unavailable_timeout_s = unavailable_timeout_s
+    Attributes:
+        unavailable_timeout_s: How long calls that are repeated wait for an unreachable scheduler.
+    """
+
+    def __init__(self, targets: str, settings: LinkSettings, unavailable_timeout_s: float = 10.0) -> None:
+        self.unavailable_timeout_s = unavailable_timeout_s
         self.cells: dict[str, Cell] = {}
-        self._max_message_bytes = max_message_bytes
-        self._tls = tls
+        self._settings = settings
         self._discovery = Discovery(
-            targets,
-            field="schedulers",
-            on_change=self._set_targets,
-            get_epoch=lambda address, name: scheduler_epoch(address, tls, name),
+            targets, field="schedulers", on_change=self._set_targets, get_epoch=partial(scheduler_epoch, settings)
         )
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -290,7 +269,7 @@ class Cells:
         """
         loop, name = asyncio.get_running_loop(), hashlib.blake2b(data, digest_size=16).hexdigest()
         request = scheduler_pb2.EncodeImageRequest(data=data)
-        give_up_at, delay = loop.time() + self._unavailable_timeout_s, _FIRST_RETRY_S
+        give_up_at, delay = loop.time() + self.unavailable_timeout_s, _FIRST_RETRY_S
         while True:
             cell = choose_home(self._candidates(), name)
             try:
@@ -338,9 +317,7 @@ class Cells:
         for target in targets:
             if target not in self.cells:
                 name, host = self._discovery.target_of(target), self._discovery.name_of(target)
-                self.cells[target] = Cell(
-                    name, target, self._max_message_bytes, self._tls, host, transport=self._transport
-                )
+                self.cells[target] = Cell(name, target, self._settings, host)
 
 
 def _is_too_large(error: grpc.aio.AioRpcError) -> bool:

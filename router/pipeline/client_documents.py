@@ -41,9 +41,8 @@ class ClientDocument:
 class ClientDocuments:
     """Documents in all cells. Methods raise UnavailableError if a scheduler is unreachable beyond the timeout."""
 
-    def __init__(self, cells: Cells, unavailable_timeout_s: float) -> None:
+    def __init__(self, cells: Cells) -> None:
         self.cells = cells
-        self._timeout_s = unavailable_timeout_s
 
     async def put(
         self,
@@ -69,9 +68,7 @@ class ClientDocuments:
     async def get(self, kind: str, owner: str, document_id: str) -> ClientDocument:
         """Return a document. Raises NotFoundError if the document does not exist."""
         request = pb.GetDocumentRequest(key=pb.DocumentKey(owner=owner, kind=kind, id=document_id))
-        found = await ask_cells(
-            self.cells, lambda cell: cell.stub.GetDocument(request, timeout=_TRY_TIMEOUT_S), self._timeout_s
-        )
+        found = await ask_cells(self.cells, lambda cell: cell.stub.GetDocument(request, timeout=_TRY_TIMEOUT_S))
         cell, response = next(iter(found.items()))
         return _document(cell, response.document)
 
@@ -116,7 +113,7 @@ class ClientDocuments:
         return [_document(cell, document) for document in response.documents]
 
     async def _ask(self, cell: Cell, call: Callable[[Cell], Awaitable[_T]]) -> _T:
-        return await ask_cell(cell, call, self._timeout_s)
+        return await ask_cell(cell, call, self.cells.unavailable_timeout_s)
 
 
 def _document(cell: Cell, found: pb.Document) -> ClientDocument:

@@ -14,9 +14,8 @@ import grpc.aio
 
 from midstream.chunk import Chunk
 from midstream.errors import UnavailableError, from_proto
-from midstream.rpc.command_stream import CommandStream
+from midstream.rpc.command_stream import CommandStream, LinkSettings
 from midstream.rpc.discovery import Discovery
-from midstream.security.tls import Tls
 from protos import detokenizer_pb2 as pb
 from protos import detokenizer_pb2_grpc
 from protos.frames_pb2 import FramesOffer, OpenFramesRequest
@@ -38,16 +37,8 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
 
     batch_class = pb.StreamBatch
 
-    def __init__(
-        self,
-        target: str,
-        max_message_bytes: int,
-        on_live: asyncio.Event,
-        tls: Tls | None = None,
-        server_name: str = "",
-        transport: str = "grpc",
-    ) -> None:
-        super().__init__("detokenizer", target, max_message_bytes, tls, server_name, _SILENCE_S, transport=transport)
+    def __init__(self, target: str, settings: LinkSettings, server_name: str, on_live: asyncio.Event) -> None:
+        super().__init__("detokenizer", target, settings, server_name, _SILENCE_S)
         self.streams: dict[int, ClientStream] = {}
         self.refuses_until = 0.0
         self._on_live = on_live
@@ -124,16 +115,11 @@ class Attachment:
 class DetokenizerPool:
     """All discovered detokenizers."""
 
-    def __init__(
-        self, targets: str, max_message_bytes: int, tls: Tls | None = None, *, transport: str = "grpc"
-    ) -> None:
-        """`transport` is the value of the setting with that name."""
-        self._transport = transport
+    def __init__(self, targets: str, settings: LinkSettings) -> None:
         self.links: dict[str, DetokenizerLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running = asyncio.TaskGroup()
-        self._max_message_bytes = max_message_bytes
-        self._tls = tls
+        self._settings = settings
         self._live = asyncio.Event()
         self._turn = 0
         self._discovery = Discovery(targets, field="detokenizers", on_change=self._set_targets)
@@ -186,7 +172,6 @@ class DetokenizerPool:
             self._tasks.pop(target).cancel()
         for target in targets:
             if target not in self.links:
-                name = self._discovery.name_of(target)
-                link = DetokenizerLink(target, self._max_message_bytes, self._live, self._tls, name, self._transport)
+                link = DetokenizerLink(target, self._settings, self._discovery.name_of(target), self._live)
                 self.links[target] = link
                 self._tasks[target] = self._running.create_task(link.run(), name=f"detokenizer-{target}")

@@ -34,6 +34,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from midstream.chunk import Chunk, FinishReason
+from midstream.config import RouterConfig
 from midstream.errors import (
     AbortedError,
     DeadlineError,
@@ -69,7 +70,7 @@ from router.pipeline.request_checks import (
     fit_to_context,
 )
 from router.pipeline.request_traces import RequestSpan, RequestTraces
-from router.pipeline.sampling_defaults import fill_sampling
+from router.pipeline.sampling_defaults import fill_sampling, sampling_defaults
 from router.pipeline.start_slots import StartSlots
 from router.pipeline.stream_limits import StreamLimits
 from router.pipeline.streams import ClientStream
@@ -228,50 +229,23 @@ class Runner:
     """Runs requests on the cells and detokenizers of this router.
 
     Attributes:
+        prompts: Converts requests' inputs to token ids.
         readers: Counts the clients that wait for a request's output, or for a scheduler to accept it.
         adapter_root: Folder from which adapters may be loaded by path; empty if that is disabled.
     """
 
     def __init__(
-        self,
-        model: ModelFolder,
-        prompts: PromptBuilder,
-        cells: Cells,
-        pool: DetokenizerPool,
-        *,
-        max_pending_bytes: int,
-        unavailable_timeout_s: float,
-        max_tensor_bytes: int = 256 << 20,
-        sampling_defaults: pb.SamplingConfig | None = None,
-        max_beam_width: int = 16,
-        share_prefix_cache: bool = False,
-        adapter_root: str = "",
+        self, config: RouterConfig, model: ModelFolder, prompts: PromptBuilder, cells: Cells, pool: DetokenizerPool
     ) -> None:
-        """Run requests for one model.
-
-        Args:
-            model: The served model.
-            prompts: Converts requests' inputs to token ids.
-            cells: The schedulers.
-            pool: The detokenizers.
-            max_pending_bytes: Maximum bytes pending for one slow reader.
-            unavailable_timeout_s: How long to wait for an unreachable component if there is no deadline.
-            max_tensor_bytes: Limit on a request's output tensors.
-            sampling_defaults: Defaults of unset sampling parameters.
-            share_prefix_cache: Whether authenticated clients share prefixes.
-            adapter_root: Folder from which requests may name adapters by path; empty if that is disabled.
-        """
+        """Run requests for one model. Raises ConfigError if the sampling parameters that it recommends are invalid."""
         self.model = model
         self.cells = cells
         self.pool = pool
-        self._prompts = prompts
-        self._max_pending_bytes = max_pending_bytes
-        self._unavailable_timeout_s = unavailable_timeout_s
-        self._max_tensor_bytes = max_tensor_bytes
-        self._sampling_defaults = sampling_defaults or pb.SamplingConfig()
-        self._max_beam_width = max_beam_width
-        self._share_prefix_cache = share_prefix_cache
-        self.adapter_root = adapter_root
+        self.prompts = prompts
+        self.adapter_root = config.adapter_root
+        self._config = config
+        is_auto = config.generation_config == "auto"
+        self._sampling_defaults = sampling_defaults(model) if is_auto else pb.SamplingConfig()
         self._grammars = GrammarChecker(model)
         self._aborting: set[asyncio.Task[None]] = set()
         self._wakeups = Wakeups()
@@ -319,7 +293,7 @@ class Runner:
             # A worker with the feature may have registered since the last poll.
             await cell.poll()
             check_supported(request, cell.features)
-        check_tensors(request, self.model, self._max_tensor_bytes)
+        check_tensors(request, self.model, self._config.max_tensor_bytes)
         if request.HasField("guided_decoding"):
             await self._grammars.check(request.guided_decoding, guide_parts)
         self.readers.enter(request.request_id)
@@ -331,7 +305,9 @@ class Runner:
             if isinstance(error, asyncio.CancelledError) and not request.detached:
                 self.abort_soon(request.request_id)
             raise
-        stream = ClientStream(request.request_id, self._max_pending_bytes, on_overflow=on_overflow, waker=self._waker())
+        stream = ClientStream(
+            request.request_id, self._config.max_pending_bytes, on_overflow=on_overflow, waker=self._waker()
+        )
         return Generation(self, stream, deadline, cell, request, is_keyed=is_keyed)
 
     def resume(
@@ -353,7 +329,7 @@ class Runner:
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         stream = ClientStream(
             current_caller.get().scope(request_id),
-            self._max_pending_bytes,
+            self._config.max_pending_bytes,
             from_token=from_token,
             from_token_by_sequence=from_token_by_sequence,
             on_overflow=on_overflow,
@@ -386,7 +362,7 @@ class Runner:
 
     def give_up_at(self, deadline: float | None) -> float:
         """Return the event-loop time until which to wait for an unreachable component."""
-        limit = asyncio.get_running_loop().time() + self._unavailable_timeout_s
+        limit = asyncio.get_running_loop().time() + self._config.unavailable_timeout_s
         return limit if deadline is None else min(limit, deadline)
 
     def abort_soon(self, request_id: str) -> None:
@@ -414,7 +390,9 @@ class Runner:
         return partial(self._wakeups.wake, current_caller.get().name)
 
     async def _check(self, request: pb.GenerateRequest) -> None:
-        await self._prompts.look_through(request, lambda: check_request(request, self.model, self._max_beam_width))
+        await self.prompts.look_through(
+            request, lambda: check_request(request, self.model, self._config.max_beam_width)
+        )
 
     async def _normalize(self, request: pb.GenerateRequest, prepare: Prepare | None = None) -> None:
         """Complete the request, tokenize its input and fill unset fields, deterministically."""
@@ -423,7 +401,7 @@ class Runner:
             await self._check(request)
         kind = request.WhichOneof("input") or "input"
         take_embeddings(request, self.model)
-        token_ids = put_table_first(request, await self._prompts.token_ids(request), self.model)
+        token_ids = put_table_first(request, await self.prompts.token_ids(request), self.model)
         asked = request.max_tokens if request.HasField("max_tokens") else None
         max_tokens = fit_to_context(len(token_ids), asked, self.model, kind)  # before too many ids are copied
         if request.WhichOneof("input") != "token_ids" or len(request.token_ids.values) != len(token_ids):
@@ -433,10 +411,10 @@ class Runner:
             request.sampling.num_return_sequences = request.sampling.beam_width
         bad_words = request.stopping.bad_words
         if bad_words:
-            for ids in await self._prompts.bad_word_ids(list(bad_words)):
+            for ids in await self.prompts.bad_word_ids(list(bad_words)):
                 request.stopping.bad_word_token_ids.add(values=ids)
         request.request_id = current_caller.get().scope(request.request_id or _new_id())
-        if not self._share_prefix_cache:
+        if not self._config.share_prefix_cache:
             request.cache_salt = current_caller.get().salt(request.cache_salt)
         request.model = self.model.name
         fill_sampling(request.sampling, self._sampling_defaults)

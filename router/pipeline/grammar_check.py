@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from midstream.errors import InvalidArgumentError, OverloadedError, UnsupportedError
 from midstream.grammar.messages import Guide
-from midstream.grammar.process import LIMIT_S, GrammarProcess, is_available
+from midstream.grammar.process import LIMIT_S, GrammarProcess, guide_of, is_available
 from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
 from router.pipeline.fair_threads import FairThreads
@@ -22,12 +22,6 @@ MAX_WAITING, MAX_WAITING_PER_CLIENT = 256, 64
 _FIELD = "guided_decoding.guide"
 # Returns the parts of a guide, by field.
 GuideParts = Callable[[], Mapping[str, pb.GuidedDecodingConfig]]
-KINDS = {
-    pb.GUIDE_TYPE_JSON: "json",
-    pb.GUIDE_TYPE_JSON_SCHEMA: "json_schema",
-    pb.GUIDE_TYPE_REGEX: "regex",
-    pb.GUIDE_TYPE_EBNF_GRAMMAR: "ebnf",
-}
 
 
 class GrammarChecker:
@@ -74,7 +68,7 @@ class GrammarChecker:
 
     async def _problem(self, config: pb.GuidedDecodingConfig) -> str:
         """Return the error in a guide; empty if it is valid."""
-        guide = Guide(KINDS[config.guide_type], config.guide)
+        guide = guide_of(config)
         problem = self._checked.get(guide)
         if problem is None:
             if not is_available():

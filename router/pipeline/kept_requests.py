@@ -22,17 +22,15 @@ _T = TypeVar("_T")
 class KeptRequests:
     """Kept requests of all cells; an authenticated caller finds only its own."""
 
-    def __init__(self, cells: Cells, unavailable_timeout_s: float) -> None:
-        """`unavailable_timeout_s` is how long to wait for an unreachable scheduler."""
+    def __init__(self, cells: Cells) -> None:
         self._cells = cells
-        self._unavailable_timeout_s = unavailable_timeout_s
 
     async def get(self, request_id: str) -> scheduler_pb2.GetRequestResponse:
         """Return a request, given the id under which the caller knows it. Raises NotFoundError if no cell has the
         request, or UnavailableError if no responding cell has the request, and some cells do not respond.
         """
         query = scheduler_pb2.GetRequestRequest(request_id=current_caller.get().scope(request_id))
-        found = await self._ask(lambda cell: cell.stub.GetRequest(query, timeout=_TRY_TIMEOUT_S))
+        found = await ask_cells(self._cells, lambda cell: cell.stub.GetRequest(query, timeout=_TRY_TIMEOUT_S))
         return next(iter(found.values()))
 
     async def arrival_time(self, request_id: str) -> int:
@@ -42,25 +40,18 @@ class KeptRequests:
     async def delete(self, request_id: str) -> None:
         """Abort a request if it is running, and delete it; raises the errors of `get`."""
         query = scheduler_pb2.DeleteRequestRequest(request_id=current_caller.get().scope(request_id))
-        await self._ask(lambda cell: cell.stub.DeleteRequest(query, timeout=_TRY_TIMEOUT_S))
-
-    async def _ask(self, call: Callable[[Cell], Awaitable[_T]]) -> dict[Cell, _T]:
-        return await ask_cells(self._cells, call, self._unavailable_timeout_s)
+        await ask_cells(self._cells, lambda cell: cell.stub.DeleteRequest(query, timeout=_TRY_TIMEOUT_S))
 
 
-async def ask_cells(cells: Cells, call: Callable[[Cell], Awaitable[_T]], timeout_s: float) -> dict[Cell, _T]:
-    """Return the responses of all cells that do not raise NotFoundError; there is at least one.
-
-    Args:
-        call: The call, which may be repeated.
-        timeout_s: How long to wait for unreachable schedulers.
+async def ask_cells(cells: Cells, call: Callable[[Cell], Awaitable[_T]]) -> dict[Cell, _T]:
+    """Return the responses of all cells that do not raise NotFoundError; there is at least one. `call` may be repeated.
 
     Raises:
         NotFoundError: All cells raise it.
         UnavailableError: All responding cells raise NotFoundError, and some cells do not respond.
     """
     loop = asyncio.get_running_loop()
-    give_up_at, delay = loop.time() + timeout_s, _FIRST_RETRY_S
+    give_up_at, delay = loop.time() + cells.unavailable_timeout_s, _FIRST_RETRY_S
     while True:
         asked = list(cells.cells.values())
         results = dict(zip(asked, await asyncio.gather(*(_answer(call(cell)) for cell in asked)), strict=True))

@@ -9,8 +9,7 @@ from collections.abc import Awaitable
 import grpc.aio
 
 from midstream.errors import DeadlineError, OverloadedError, UnavailableError, from_proto
-from midstream.rpc.command_stream import FrameLink
-from midstream.security.tls import Tls
+from midstream.rpc.command_stream import FrameLink, LinkSettings
 from protos import generation_pb2, scheduler_pb2_grpc
 from protos import scheduler_pb2 as pb
 from protos.frames_pb2 import FramesOffer, OpenFramesRequest
@@ -28,16 +27,8 @@ class SubmissionLink(FrameLink[pb.Submission, pb.SubmissionResult]):
 
     batch_class = pb.SubmissionResult
 
-    def __init__(
-        self,
-        target: str,
-        max_message_bytes: int,
-        tls: Tls | None = None,
-        server_name: str = "",
-        *,
-        transport: str = "grpc",
-    ) -> None:
-        super().__init__("scheduler", target, max_message_bytes, tls, server_name, _SILENCE_S, transport=transport)
+    def __init__(self, target: str, settings: LinkSettings, server_name: str) -> None:
+        super().__init__("scheduler", target, settings, server_name, _SILENCE_S)
         self._numbers = itertools.count(1)
         self._results: dict[int, asyncio.Future[pb.SubmissionResult]] = {}
         self._turn = asyncio.Lock()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from midstream.rpc.serving import Server
 from protos import kserve_pb2_grpc, openengine_pb2_grpc, service_pb2_grpc
-from router.pipeline.cells import Cells
 from router.pipeline.generation import FrontDoor
-from router.pipeline.prompt import PromptBuilder
 from router.protocols.kserve.servicer import KserveServicer
 from router.protocols.openengine.servicer import ControlServicer, InferenceServicer
 from router.servicer import RouterServicer
@@ -16,12 +14,10 @@ SERVICE = "midstream.v1.Midstream"
 ADAPTED_SERVICES = ("inference.GRPCInferenceService", "openengine.v1.Inference", "openengine.v1.Control")
 
 
-def add_servicers(
-    server: Server, front: FrontDoor, prompts: PromptBuilder, cells: Cells, status: StatusFeed, router_id: str
-) -> None:
+def add_servicers(server: Server, front: FrontDoor, status: StatusFeed, router_id: str) -> None:
     """Add the public gRPC services to a router's server: the native one, KServe's and openengine's."""
-    native = RouterServicer(front, cells, status, router_id)
+    native = RouterServicer(front, status, router_id)
     service_pb2_grpc.add_MidstreamServicer_to_server(native, server.grpc)
-    kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(KserveServicer(front, prompts), server.grpc)
-    openengine_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(front, prompts), server.grpc)
-    openengine_pb2_grpc.add_ControlServicer_to_server(ControlServicer(front, native, cells), server.grpc)
+    kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(KserveServicer(front), server.grpc)
+    openengine_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(front), server.grpc)
+    openengine_pb2_grpc.add_ControlServicer_to_server(ControlServicer(front, native), server.grpc)

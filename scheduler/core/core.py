@@ -43,17 +43,15 @@ from scheduler.core.events import (
     WorkerLost,
     WorkerRegistered,
 )
-from scheduler.core.fairness import Clients
 from scheduler.core.handover import Handovers
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.membership import Membership
 from scheduler.core.placement import Placement
-from scheduler.core.queue import RequestQueue
 from scheduler.core.request import Request
 from scheduler.core.request_scheduler import RequestScheduler
-from scheduler.core.stats import IterationStats, Totals
+from scheduler.core.shared import Shared
+from scheduler.core.stats import IterationStats
 from scheduler.core.steps import Results, StepBuilder
-from scheduler.core.timers import Clock, Timers
 from scheduler.core.worker_group import WorkerGroup
 
 
@@ -70,52 +68,17 @@ class SchedulerCore:
     def __init__(self, config: CoreConfig, scheduler: RequestScheduler) -> None:
         self.config = config
         self.scheduler = scheduler
-        self.queue = RequestQueue(config.max_queue_size, config.tokens_per_block)
-        self.totals = Totals()
-        self._clock = Clock()
-        self._effects: list[Effect] = []
-        self._timers = Timers()
-        self._clients = Clients(self._clock)
-        self.lifecycle = Lifecycle(
-            config,
-            queue=self.queue,
-            timers=self._timers,
-            totals=self.totals,
-            clock=self._clock,
-            effects=self._effects,
-        )
-        self.membership = Membership(
-            config,
-            lifecycle=self.lifecycle,
-            queue=self.queue,
-            timers=self._timers,
-            totals=self.totals,
-            clock=self._clock,
-            clients=self._clients,
-            effects=self._effects,
-        )
+        shared = Shared(config)
+        self.queue, self.totals = shared.queue, shared.totals
+        self._clock, self._effects = shared.clock, shared.effects
+        self._timers, self._clients = shared.timers, shared.clients
+        self.lifecycle = Lifecycle(shared)
+        self.membership = Membership(shared, self.lifecycle)
         self._results = Results(
-            lifecycle=self.lifecycle,
-            queue=self.queue,
-            totals=self.totals,
-            clock=self._clock,
-            effects=self._effects,
-            try_again=lambda group, request, delay_ns: self._pause(group, [request], delay_ns),
+            shared, self.lifecycle, lambda group, request, delay_ns: self._pause(group, [request], delay_ns)
         )
-        self._placement = Placement(
-            scheduler,
-            membership=self.membership,
-            lifecycle=self.lifecycle,
-            queue=self.queue,
-            clock=self._clock,
-        )
-        self._handovers = Handovers(
-            membership=self.membership,
-            placement=self._placement,
-            queue=self.queue,
-            totals=self.totals,
-            effects=self._effects,
-        )
+        self._placement = Placement(shared, scheduler, self.membership, self.lifecycle)
+        self._handovers = Handovers(shared, self.membership, self._placement)
         self._handlers: dict[type[Any], Callable[[Any], object]] = {
             Submitted: self._submit,
             Recovered: self._recover,

@@ -22,15 +22,14 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from scheduler.core.effects import Effect, FetchBlocks
+from scheduler.core.effects import FetchBlocks
 from scheduler.core.events import BlocksFetched
 from scheduler.core.membership import Membership
 from scheduler.core.placement import Placement
 from scheduler.core.prefix_cache import extend_hashes
-from scheduler.core.queue import RequestQueue
 from scheduler.core.request import Request, Sequence
 from scheduler.core.role import Role
-from scheduler.core.stats import Totals
+from scheduler.core.shared import Shared
 from scheduler.core.worker_group import WorkerGroup
 
 
@@ -80,20 +79,9 @@ class Transfer:
 class Handovers:
     """KV-block transfers of this scheduler's requests from prefill to decode groups."""
 
-    def __init__(
-        self,
-        *,
-        membership: Membership,
-        placement: Placement,
-        queue: RequestQueue,
-        totals: Totals,
-        effects: list[Effect],
-    ) -> None:
-        self._membership = membership
-        self._placement = placement
-        self._queue = queue
-        self._totals = totals
-        self._effects = effects
+    def __init__(self, shared: Shared, membership: Membership, placement: Placement) -> None:
+        self._membership, self._placement = membership, placement
+        self._queue, self._totals, self._effects = shared.queue, shared.totals, shared.effects
         self._transfers: dict[Request, Transfer] = {}
 
     def prepare_plan(self, group: WorkerGroup) -> None:

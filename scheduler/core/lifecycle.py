@@ -7,10 +7,8 @@ from __future__ import annotations
 from functools import partial
 
 from scheduler.core.admission import impossible
-from scheduler.core.config import CoreConfig
 from scheduler.core.effects import (
     Accepted,
-    Effect,
     Refused,
     RequestEnded,
     RequestForgotten,
@@ -24,12 +22,10 @@ from scheduler.core.failure import (
     UNAVAILABLE,
     Failure,
 )
-from scheduler.core.queue import RequestQueue
 from scheduler.core.request import Finish, FinishReason, Request, RequestState, Sequence, SequenceEnd
 from scheduler.core.request_spec import RequestSpec
 from scheduler.core.request_table import RequestTable
-from scheduler.core.stats import Totals
-from scheduler.core.timers import Clock, Timers
+from scheduler.core.shared import Shared
 
 _MIN_RETRY_MS, _MAX_RETRY_MS = 100, 30_000
 
@@ -43,26 +39,13 @@ class Lifecycle:
         is_draining: Whether new requests are rejected.
     """
 
-    def __init__(
-        self,
-        config: CoreConfig,
-        *,
-        queue: RequestQueue,
-        timers: Timers,
-        totals: Totals,
-        clock: Clock,
-        effects: list[Effect],
-    ) -> None:
-        self.requests = RequestTable(config, timers, self._forget)
+    def __init__(self, shared: Shared) -> None:
+        self.requests = RequestTable(shared.config, shared.timers, self._forget)
         self.detached: dict[Request, None] = {}
         self.is_draining = False
         self.last_queue_time_ns = 0
-        self._config = config
-        self._queue = queue
-        self._timers = timers
-        self._totals = totals
-        self._clock = clock
-        self._effects = effects
+        self._config, self._clock, self._effects = shared.config, shared.clock, shared.effects
+        self._queue, self._timers, self._totals = shared.queue, shared.timers, shared.totals
         self._num_large_bytes = 0
         self._num_seen = 0
         self._deadlines: dict[Request, int] = {}  # numbers of the timers of unfinished requests

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from functools import partial
 
-from scheduler.core.config import PROTOCOL_VERSION, CoreConfig
-from scheduler.core.effects import Effect, EpochEnded, GroupJoined, GroupRefused, KvChanged
+from scheduler.core.config import PROTOCOL_VERSION
+from scheduler.core.effects import EpochEnded, GroupJoined, GroupRefused, KvChanged
 from scheduler.core.events import (
     BlocksFetched,
     StepDone,
@@ -17,15 +17,12 @@ from scheduler.core.events import (
     WorkerRegistered,
 )
 from scheduler.core.failure import INTERNAL, UNAVAILABLE, Failure
-from scheduler.core.fairness import Clients
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.prefix_cache import CacheCleared, KvChange
-from scheduler.core.queue import RequestQueue
 from scheduler.core.request import FinishReason, Request
 from scheduler.core.role import Role
+from scheduler.core.shared import Shared
 from scheduler.core.standing import Standings
-from scheduler.core.stats import Totals
-from scheduler.core.timers import Clock, Timers
 from scheduler.core.worker_group import WorkerGroup, note_stored
 
 # Epochs increase from one scheduler to the next: the high bits are the scheduler's epoch, the low bits count
@@ -46,27 +43,11 @@ class Membership:
         groups: Worker groups by epoch.
     """
 
-    def __init__(
-        self,
-        config: CoreConfig,
-        *,
-        lifecycle: Lifecycle,
-        queue: RequestQueue,
-        timers: Timers,
-        totals: Totals,
-        clock: Clock,
-        clients: Clients,
-        effects: list[Effect],
-    ) -> None:
+    def __init__(self, shared: Shared, lifecycle: Lifecycle) -> None:
         self.groups: dict[int, WorkerGroup] = {}
-        self._config = config
-        self._lifecycle = lifecycle
-        self._queue = queue
-        self._timers = timers
-        self._totals = totals
-        self._clock = clock
-        self._clients = clients
-        self._effects = effects
+        self._lifecycle, self._clients = lifecycle, shared.clients
+        self._config, self._clock, self._effects = shared.config, shared.clock, shared.effects
+        self._queue, self._timers, self._totals = shared.queue, shared.timers, shared.totals
         self._num_registrations = 0
         # By group id: the epoch whose connection was lost, and the requests blamed for the worker's death.
         self._lost: OrderedDict[str, tuple[int, list[str]]] = OrderedDict()

@@ -11,11 +11,10 @@ from scheduler.core.admission import too_large
 from scheduler.core.capacity_scheduler import has_room_for
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.membership import Membership
-from scheduler.core.queue import RequestQueue
 from scheduler.core.request import FinishReason, Request
 from scheduler.core.request_scheduler import RequestScheduler
 from scheduler.core.role import Role
-from scheduler.core.timers import Clock
+from scheduler.core.shared import Shared
 from scheduler.core.worker_group import WorkerGroup
 
 # Weight of a generating sequence in the comparison of groups, in context tokens.
@@ -28,19 +27,10 @@ class Placement:
     """Starts queued requests as the capacity policy allows."""
 
     def __init__(
-        self,
-        scheduler: RequestScheduler,
-        *,
-        membership: Membership,
-        lifecycle: Lifecycle,
-        queue: RequestQueue,
-        clock: Clock,
+        self, shared: Shared, scheduler: RequestScheduler, membership: Membership, lifecycle: Lifecycle
     ) -> None:
-        self._scheduler = scheduler
-        self._membership = membership
-        self._lifecycle = lifecycle
-        self._queue = queue
-        self._clock = clock
+        self._scheduler, self._membership, self._lifecycle = scheduler, membership, lifecycle
+        self._queue, self._clock = shared.queue, shared.clock
 
     def start_queued(self) -> None:
         """Start queued requests as the policy selects them, or otherwise in queue order.

@@ -12,14 +12,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from scheduler.core.effects import AddedSequence, BeamsAdvanced, Effect, Emitted, Fork, IterationDone, StepPlan
+from scheduler.core.effects import AddedSequence, BeamsAdvanced, Emitted, Fork, IterationDone, StepPlan
 from scheduler.core.events import StepDone
 from scheduler.core.failure import UNAVAILABLE, Failure
 from scheduler.core.in_flight import ContextChunk, InFlightStep
 from scheduler.core.lifecycle import Lifecycle
-from scheduler.core.queue import RequestQueue
 from scheduler.core.request import ExtraOutput, FinishReason, Request, Sequence, SequenceEnd
-from scheduler.core.stats import IterationStats, KvStats, RequestCounts, StepStats, Totals
+from scheduler.core.shared import Shared
+from scheduler.core.stats import IterationStats, KvStats, RequestCounts, StepStats
 from scheduler.core.timers import Clock
 from scheduler.core.worker_group import WorkerGroup
 
@@ -419,26 +419,16 @@ class Results:
     """
 
     def __init__(
-        self,
-        *,
-        lifecycle: Lifecycle,
-        queue: RequestQueue,
-        totals: Totals,
-        clock: Clock,
-        effects: list[Effect],
-        try_again: Callable[[WorkerGroup, Request, int], None],
+        self, shared: Shared, lifecycle: Lifecycle, try_again: Callable[[WorkerGroup, Request, int], None]
     ) -> None:
         """Create the object; `try_again` is called to requeue a request that its worker could not run yet, with a
         delay in nanoseconds.
         """
         self.reports_iterations = True
         self._last: tuple[InFlightStep, StepDone, int] | None = None
-        self._lifecycle = lifecycle
-        self._queue = queue
-        self._totals = totals
-        self._clock = clock
-        self._effects = effects
-        self._try_again = try_again
+        self._lifecycle, self._try_again = lifecycle, try_again
+        self._queue, self._totals = shared.queue, shared.totals
+        self._clock, self._effects = shared.clock, shared.effects
 
     def problem(self, group: WorkerGroup, step: InFlightStep, event: StepDone, vocab_size: int) -> str:
         """Return why a result does not match its step; empty if it matches.

@@ -1,7 +1,7 @@
 """The ZeroMQ port that workers connect to; sends steps and receives results.
 
 Each message is one frame with one protobuf message. Messages that cannot be parsed are dropped and counted; the socket
-itself drops frames above `max_frame_bytes` and closes their connections. A message that can be parsed but is invalid
+itself drops frames above MAX_FRAME_BYTES and closes their connections. A message that can be parsed but is invalid
 (scheduler/wire/worker_checks.py) ends its sender's epoch.
 
 The socket is read in a callback on its file descriptor, and written as soon as a message is ready: pyzmq's asyncio
@@ -71,7 +71,6 @@ class Dispatcher:
         *,
         heartbeat_interval_ms: int,
         worker_timeout_ms: int,
-        max_frame_bytes: int = MAX_FRAME_BYTES,
         max_held_bytes: int = MAX_HELD_BYTES,
         keys: WorkerKeys | None = None,
         clock: SteadyClock | None = None,
@@ -98,7 +97,7 @@ class Dispatcher:
         plain: Any = self._context.socket(zmq.ROUTER, socket_class=cast("Any", zmq.Socket))
         self._socket: zmq.Socket[bytes] = plain
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 from typing import Any
 
 from grpc.aio import ServicerContext
@@ -335,11 +336,4 @@ def _check_id(request: generation_pb2.GenerateRequest) -> None:
 
 
 def _lora_info(adapter: LoadedAdapter) -> loads_pb2.LoraInfo:
-    return loads_pb2.LoraInfo(
-        name=adapter.name,
-        path=adapter.path,
-        rank=adapter.rank,
-        num_virtual_tokens=adapter.num_virtual_tokens,
-        fingerprint=adapter.fingerprint,
-        num_bytes=adapter.num_bytes,
-    )
+    return loads_pb2.LoraInfo(**asdict(adapter))

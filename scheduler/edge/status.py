@@ -18,6 +18,8 @@ _MAX_ROUTERS = 256
 _MAX_NAME = 128
 _MAX_DETACHED = 10_000
 _NS_PER_MS = 1_000_000
+# The counts that have the same name in Totals.
+_SAME_COUNTS = set(status_pb2.CountsSinceStart.DESCRIPTOR.fields_by_name) - {"num_generated_tokens"}
 
 
 class CellStatusReport:
@@ -135,19 +137,8 @@ def _block_map(blocks: BlockManager, max_cells: int) -> status_pb2.BlockMap:
 
 
 def _counts(totals: Totals) -> status_pb2.CountsSinceStart:
-    return status_pb2.CountsSinceStart(
-        num_finished_by_reason=totals.num_finished_by_reason,
-        num_preemptions=totals.num_preemptions,
-        num_recoveries=totals.num_recoveries,
-        num_worker_deaths=totals.num_worker_deaths,
-        num_worker_faults=totals.num_worker_faults,
-        num_prompt_tokens=totals.num_prompt_tokens,
-        num_generated_tokens=totals.num_generation_tokens,
-        prefix_cache_queries=totals.prefix_cache_queries,
-        prefix_cache_hits=totals.prefix_cache_hits,
-        num_handovers=totals.num_handovers,
-        num_failed_handovers=totals.num_failed_handovers,
-    )
+    same = {name: getattr(totals, name) for name in _SAME_COUNTS}
+    return status_pb2.CountsSinceStart(num_generated_tokens=totals.num_generation_tokens, **same)
 
 
 def _duration_counts(histogram: Histogram) -> status_pb2.DurationCounts:

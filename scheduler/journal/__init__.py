@@ -76,6 +76,11 @@ class DeposedError(JournalError):
     """Another scheduler has taken over the journal."""
 
 
+def superseded(epoch: int, other: int, path: object) -> str:
+    """Return the error message of a scheduler whose files another one has taken over."""
+    return f"scheduler epoch {epoch} was superseded by epoch {other}, which now writes to {path}"
+
+
 class LostError(JournalError):
     """Committed data is lost: the journal was deleted or truncated while it was in use."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict, fields
 
 from google.protobuf.message import DecodeError
 
@@ -14,15 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def encode_adapter(adapter: LoadedAdapter, model_fingerprint: str) -> bytes:
-    return pb.JournalAdapter(
-        name=adapter.name,
-        path=adapter.path,
-        fingerprint=adapter.fingerprint,
-        num_bytes=adapter.num_bytes,
-        rank=adapter.rank,
-        num_virtual_tokens=adapter.num_virtual_tokens,
-        model_fingerprint=model_fingerprint,
-    ).SerializeToString()
+    return pb.JournalAdapter(**asdict(adapter), model_fingerprint=model_fingerprint).SerializeToString()
 
 
 def read_adapters(stored: StoredJournal, model_fingerprint: str) -> tuple[LoadedAdapter, ...]:
@@ -37,14 +30,5 @@ def read_adapters(stored: StoredJournal, model_fingerprint: str) -> tuple[Loaded
         if record is None:
             logger.error("the journal's record of the adapter %s is damaged", name)
         elif record.model_fingerprint == model_fingerprint:
-            adapters.append(
-                LoadedAdapter(
-                    name=record.name,
-                    path=record.path,
-                    fingerprint=record.fingerprint,
-                    num_bytes=record.num_bytes,
-                    rank=record.rank,
-                    num_virtual_tokens=record.num_virtual_tokens,
-                )
-            )
+            adapters.append(LoadedAdapter(**{item.name: getattr(record, item.name) for item in fields(LoadedAdapter)}))
     return tuple(adapters)

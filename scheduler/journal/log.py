@@ -32,7 +32,7 @@ from google.protobuf.message import DecodeError
 
 from midstream.errors import ConfigError
 from protos import journal_pb2 as pb
-from scheduler.journal import DeposedError, JournalError
+from scheduler.journal import DeposedError, JournalError, superseded
 from scheduler.journal.frames import FRAME_BYTES, Frame, frame, frames
 from scheduler.journal.log_folder import LogFolder, sync_folder
 from scheduler.journal.sqlite import SqliteStore
@@ -235,10 +235,7 @@ class LogStore(Store):
             self._folder.open()
             with self._folder:
                 if (other := self._folder.epoch()) > epoch:
-                    raise DeposedError(
-                        f"scheduler epoch {epoch} was superseded by epoch {other}, "
-                        f"which now writes to {self._folder.path}"
-                    )
+                    raise DeposedError(superseded(epoch, other, self._folder.path))
                 for name in self._folder.names():
                     if name.endswith(_SUFFIX):
                         self._folder.rename(name, name + _DAMAGED)
@@ -276,10 +273,7 @@ class LogStore(Store):
 
     def _check_epoch(self) -> None:
         if (epoch := self._folder.epoch()) != self._epoch:
-            raise DeposedError(
-                f"scheduler epoch {self._epoch} was superseded by epoch {epoch}, "
-                f"which now writes to {self._folder.path}"
-            )
+            raise DeposedError(superseded(self._epoch, epoch, self._folder.path))
 
     def _failure(self, what: str, error: OSError) -> JournalError:
         return JournalError(f"{self._folder.path} cannot be {what}: {error}")

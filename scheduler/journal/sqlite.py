@@ -11,11 +11,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
-from collections.abc import Iterable
 from pathlib import Path
 
 from midstream.errors import ConfigError
-from scheduler.journal import DeposedError, JournalError, LostError
+from scheduler.journal import DeposedError, JournalError, LostError, superseded
 from scheduler.journal.store import SCHEMA_VERSION, Store, StoredJournal, Transaction
 
 logger = logging.getLogger(__name__)
@@ -130,9 +129,7 @@ class SqliteStore(Store):
         self.close()
         try:
             if (other := self._epoch_there()) > epoch:
-                raise DeposedError(
-                    f"scheduler epoch {epoch} was superseded by epoch {other}, which now writes to {self.path}"
-                )
+                raise DeposedError(superseded(epoch, other, self.path))
             self._set_aside(LostError("it was deleted or truncated while it was in use"))
             self._open(least_epoch=epoch)
         except (sqlite3.Error, OSError) as error:
@@ -226,9 +223,7 @@ class SqliteStore(Store):
     def _check_epoch(self) -> None:
         (epoch,) = self._connected.execute("SELECT epoch FROM writer").fetchone()
         if epoch != self._epoch:
-            raise DeposedError(
-                f"scheduler epoch {self._epoch} was superseded by epoch {epoch}, which now writes to {self.path}"
-            )
+            raise DeposedError(superseded(self._epoch, epoch, self.path))
 
     @property
     def _connected(self) -> sqlite3.Connection:
@@ -245,26 +240,23 @@ class SqliteStore(Store):
 
 def _write_rows(connection: sqlite3.Connection, transaction: Transaction) -> None:
     if transaction.accepted:
-        _many(connection, "INSERT INTO requests VALUES (?, ?, x'')", transaction.accepted)
+        connection.executemany("INSERT INTO requests VALUES (?, ?, x'')", transaction.accepted)
     if transaction.compacted is not None:
         rows = [(output, number) for number, output in transaction.compacted]
-        _many(connection, "UPDATE requests SET output = ? WHERE number = ?", rows)
+        connection.executemany("UPDATE requests SET output = ? WHERE number = ?", rows)
         connection.execute("DELETE FROM commits")
     elif transaction.commit:
         connection.execute("INSERT INTO commits (record) VALUES (?)", (transaction.commit,))
     if transaction.rewritten:
-        _many(connection, "INSERT OR REPLACE INTO requests VALUES (?, ?, ?)", transaction.rewritten)
+        connection.executemany("INSERT OR REPLACE INTO requests VALUES (?, ?, ?)", transaction.rewritten)
     for name, record in transaction.adapters:
         if record:
             connection.execute("INSERT OR REPLACE INTO adapters VALUES (?, ?)", (name, record))
         else:
             connection.execute("DELETE FROM adapters WHERE name = ?", (name,))
     if transaction.forgotten:
-        _many(connection, "DELETE FROM requests WHERE number = ?", [(number,) for number in transaction.forgotten])
-
-
-def _many(connection: sqlite3.Connection, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
-    connection.executemany(statement, rows)
+        numbers = [(number,) for number in transaction.forgotten]
+        connection.executemany("DELETE FROM requests WHERE number = ?", numbers)
 
 
 def is_sqlite(path: Path) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from midstream.errors import UnavailableError
+from scheduler.journal import superseded
 from scheduler.journal.documents import Execute, SqlDocuments
 
 logger = logging.getLogger(__name__)
@@ -90,9 +91,7 @@ class SqliteDocuments(SqlDocuments):
     def _check_epoch(self, connection: sqlite3.Connection) -> None:
         (epoch,) = connection.execute("SELECT epoch FROM writer").fetchone()
         if epoch != self._epoch:
-            raise UnavailableError(
-                f"scheduler epoch {self._epoch} was superseded by epoch {epoch}, which now writes to {self._path}"
-            )
+            raise UnavailableError(superseded(self._epoch, epoch, self._path))
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[Execute]:

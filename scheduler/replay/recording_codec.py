@@ -31,7 +31,7 @@ from scheduler.core.events import (
 )
 from scheduler.core.request import Finish, FinishReason, RequestTimes, SequenceEnd
 from scheduler.core.request_spec import RequestSpec, RetentionRange
-from scheduler.wire.worker_messages import STEP_LISTS, decode_worker_message
+from scheduler.wire.worker_messages import REGISTRATION_FIELDS, STEP_LISTS, decode_worker_message
 
 _OTHER_SPEC_FIELDS = {"prompt", "stop_token_ids", "retention", "deadline_ns", "decode_duration_ns"}
 _UNRECORDED_SPEC_FIELDS = {"keep_ns", "wants_log_probs", "payload"}
@@ -39,9 +39,6 @@ _SPEC_FIELDS = tuple(
     item.name
     for item in dataclasses.fields(RequestSpec)
     if item.name not in _OTHER_SPEC_FIELDS | _UNRECORDED_SPEC_FIELDS
-)
-_REGISTRATION_FIELDS = tuple(
-    item.name for item in dataclasses.fields(WorkerRegistered) if item.name not in ("time_ns", "connection")
 )
 _WITH_ONE_FIELD: dict[type[AbortRequested | Attached | Detached | WorkerLost], str] = {
     AbortRequested: "abort_requested",
@@ -74,11 +71,6 @@ class Outcome:
                 ends = [(sequence.index, sequence.end) for sequence in effect.sequences if sequence.end is not None]
                 outcome.ends.append((effect.request.request_id, ends))
         return outcome
-
-
-def encode_event(event: Event, effects: TypingSequence[Effect]) -> pb.Record:
-    """Return the record of an event that was just applied."""
-    return encode_record(event, Outcome.of(effects))
 
 
 def encode_record(event: Event, outcome: Outcome) -> pb.Record:
@@ -247,7 +239,7 @@ def _encode_worker_event(event: StepDone | WorkerBeat | WorkerLeft | WorkerRegis
     elif isinstance(event, WorkerLeft):
         message.leave.epoch, message.leave.reason = event.epoch, event.reason
     else:
-        for name in _REGISTRATION_FIELDS:
+        for name in REGISTRATION_FIELDS:
             value = getattr(event, name)
             if isinstance(value, tuple):
                 getattr(message.register, name).extend(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from operator import attrgetter
 
 from google.protobuf.message import DecodeError
@@ -28,6 +29,11 @@ STEP_LISTS = (
     "retained_hashes", "retained_priorities", "retained_ms",
 )  # fmt: skip
 _lists_of = attrgetter(*STEP_LISTS)
+# The fields of WorkerRegistered that Register has as well, and those of them that are lists.
+REGISTRATION_FIELDS = tuple(
+    item.name for item in fields(WorkerRegistered) if item.name not in ("time_ns", "connection")
+)
+_REGISTRATION_LISTS = tuple(item.name for item in fields(WorkerRegistered) if item.default == ())
 
 WorkerEvent = WorkerRegistered | WorkerBeat | WorkerLeft | WorkerLost | WorkerFailed | StepDone | BlocksFetched
 
@@ -73,39 +79,10 @@ def decode_worker_message(
 
 
 def _registered(message: worker_pb2.Register, connection: bytes, time_ns: int) -> WorkerRegistered:
-    return WorkerRegistered(
-        time_ns=time_ns,
-        connection=connection,
-        group_id=message.group_id,
-        incarnation=message.incarnation,
-        model_fingerprint=message.model_fingerprint,
-        tokens_per_block=message.tokens_per_block,
-        num_blocks=message.num_blocks,
-        vocab_size=message.vocab_size,
-        max_sequence_length=message.max_sequence_length,
-        max_batch_size=message.max_batch_size,
-        max_num_tokens=message.max_num_tokens,
-        protocol_version=message.protocol_version,
-        world_size=message.world_size,
-        device=message.device,
-        dtype=message.dtype,
-        features=tuple(message.features),
-        lora_cache_bytes=message.lora_cache_bytes,
-        max_loras=message.max_loras,
-        kept_blocks=tuple(message.kept_blocks),
-        kept_hashes=tuple(message.kept_hashes),
-        kv_store=message.kv_store,
-        tier_store=message.tier_store,
-        stored_hashes=tuple(message.stored_hashes),
-        block_bytes=message.block_bytes,
-        attention_windows=tuple(message.attention_windows),
-        max_attention_window=message.max_attention_window,
-        sink_token_length=message.sink_token_length,
-        role=message.role,
-        kv_source=message.kv_source,
-        num_micro_batches=message.num_micro_batches or 1,
-        block_kind=message.block_kind,
-    )
+    values = {name: getattr(message, name) for name in REGISTRATION_FIELDS}
+    values |= {name: tuple(values[name]) for name in _REGISTRATION_LISTS}
+    values["num_micro_batches"] = message.num_micro_batches or 1
+    return WorkerRegistered(time_ns, connection, **values)
 
 
 def _step_done(message: worker_pb2.WorkerMessage, connection: bytes, time_ns: int) -> StepDone:

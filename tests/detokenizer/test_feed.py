@@ -10,6 +10,7 @@ from unittest.mock import Mock
 from detokenizer.feed import FeedPool, SchedulerFeed
 from detokenizer.streams import OutputStream, RouterConnection
 from midstream.errors import ExecutionError
+from midstream.rpc.command_stream import LinkSettings
 from protos import generation_pb2
 from protos import scheduler_pb2 as pb
 
@@ -29,7 +30,7 @@ def streams_of(feed: SchedulerFeed) -> list[OutputStream]:
 
 
 async def test_an_error_in_tokens_fails_only_their_stream() -> None:
-    pool = FeedPool("127.0.0.1:1", "d", (2,), 1 << 20, lambda _: None)
+    pool = FeedPool("127.0.0.1:1", "d", (2,), LinkSettings(1 << 20), lambda _: None)
     feed = SchedulerFeed(pool, "127.0.0.1:1", "d", (2,))
     feed.is_open = True
     first, second = streams_of(feed)
@@ -44,7 +45,7 @@ async def test_an_error_in_tokens_fails_only_their_stream() -> None:
 async def test_an_invalid_tensor_fails_only_its_own_stream() -> None:
     tensor = generation_pb2.Tensor(name="t", dtype=77)  # type: ignore[arg-type]  # unknown
     bad = pb.FeedBatch(outputs=[pb.FeedOutputs(stream=1, tensors=[tensor])])
-    pool = FeedPool("127.0.0.1:1", "d", (2,), 1 << 20, lambda _: None)
+    pool = FeedPool("127.0.0.1:1", "d", (2,), LinkSettings(1 << 20), lambda _: None)
     feed = SchedulerFeed(pool, "127.0.0.1:1", "d", (2,))
     feed.is_open = True
     first, second = streams_of(feed)
@@ -59,7 +60,7 @@ async def test_an_invalid_tensor_fails_only_its_own_stream() -> None:
 
 
 async def test_first_tokens_are_sent_before_the_next_batch_of_the_same_read() -> None:
-    pool = FeedPool("127.0.0.1:1", "d", (2,), 1 << 20, lambda _: None)
+    pool = FeedPool("127.0.0.1:1", "d", (2,), LinkSettings(1 << 20), lambda _: None)
     feed = SchedulerFeed(pool, "127.0.0.1:1", "d", (2,))
     feed.is_open, feed._connection = True, Mock()
     pump, decoders = Mock(), Mock()

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 from grpc.aio import Metadata
 
-from midstream.rpc.command_stream import CommandStream
+from midstream.rpc.command_stream import CommandStream, LinkSettings
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
 from protos import detokenizer_pb2 as pb
@@ -25,7 +25,7 @@ class Stream(CommandStream[pb.StreamCommand, pb.StreamBatch]):
     """A stream whose peer disconnects at the same time as the stream is closed."""
 
     def __init__(self) -> None:
-        super().__init__("service", "127.0.0.1:1", 1 << 20, None, "")
+        super().__init__("service", "127.0.0.1:1", LinkSettings(1 << 20), "")
         self.begins = asyncio.Event()
 
     async def _run_once(self, channel: grpc.aio.Channel) -> None:
@@ -66,8 +66,8 @@ class Numbers(CommandStream[pb.StreamCommand, pb.StreamBatch]):
 
     batch_class = pb.StreamBatch
 
-    def __init__(self, target: str, offered_port: int) -> None:
-        super().__init__("service", target, 1 << 20, None, "", transport="frames")
+    def __init__(self, target: str, offered_port: int, transport: str = "frames") -> None:
+        super().__init__("service", target, LinkSettings(1 << 20, transport=transport), "")
         self.came: asyncio.Queue[bool] = asyncio.Queue()
         self.num_offers = 0
         self._offered_port = offered_port
@@ -81,7 +81,7 @@ class Numbers(CommandStream[pb.StreamCommand, pb.StreamBatch]):
         return FramesOffer(port=self._offered_port, token=b"x" * 16)
 
     def _take(self, batch: pb.StreamBatch) -> None:
-        self.came.put_nowait(self.over_frames)
+        self.came.put_nowait(self._connection is not None)
 
     def _greet(self) -> None:
         self._send(pb.StreamCommand(attach=pb.StreamAttach(stream=1, request_id="a")))
@@ -138,8 +138,7 @@ class Broken(Numbers):
     """A stream whose calls fail at once."""
 
     def __init__(self) -> None:
-        super().__init__("127.0.0.1:1", 1)
-        self._transport = "grpc"
+        super().__init__("127.0.0.1:1", 1, "grpc")
         self.is_lost = asyncio.Event()
 
     def _call(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[pb.StreamCommand, pb.StreamBatch]:

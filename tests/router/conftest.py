@@ -15,8 +15,10 @@ from detokenizer.feed import FeedPool
 from detokenizer.incremental import DecoderFactory, decoder_factory
 from detokenizer.servicer import DetokenizerServicer
 from midstream.client import AsyncClient
+from midstream.config import RouterConfig
 from midstream.model.folder import ModelFolder, open_model_folder
 from midstream.model.tokenizer import Tokenizer
+from midstream.rpc.command_stream import LinkSettings
 from midstream.rpc.frames import FrameServer
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
@@ -121,7 +123,7 @@ class Cluster:
 
     def __init__(self, folder: ModelFolder, decoders: DecoderFactory, transport: str = "grpc") -> None:
         self.folder = folder
-        self.transport = transport
+        self.links = LinkSettings(MAX_MESSAGE, transport=transport)
         self.decoders = decoders
         self.scheduler = scripted_scheduler()
         self.scheduler_address = ""
@@ -134,11 +136,9 @@ class Cluster:
         self.scheduler_address = await self.scheduler.start()
 
     async def add_detokenizer(self, name: str = "d", max_pending_bytes: int = 8 << 20, port: int = 0) -> Part:
-        pool = FeedPool(
-            self.scheduler_address, name, self.folder.end_ids, MAX_MESSAGE, lambda _: None, transport=self.transport
-        )
+        pool = FeedPool(self.scheduler_address, name, self.folder.end_ids, self.links, lambda _: None)
         frames = None
-        if self.transport == "frames":
+        if self.links.transport == "frames":
             frames = FrameServer("127.0.0.1", 0, max_message_bytes=MAX_MESSAGE)
             await frames.start()
         servicer = DetokenizerServicer(pool, self.decoders, max_pending_bytes, frames)
@@ -158,17 +158,17 @@ class Cluster:
         gen_ai: GenAiMetrics | None = None,
     ) -> Part:
         authenticator, watchers = authenticator or Authenticator(), watcher_limits()
-        cells = Cells(self.scheduler_address, MAX_MESSAGE, transport=self.transport)
+        cells = Cells(self.scheduler_address, self.links, unavailable_timeout_s)
         addresses = ",".join(part.address for part in detokenizers) or "127.0.0.1:1"
-        pool = DetokenizerPool(addresses, MAX_MESSAGE, transport=self.transport)
-        runner = Runner(
-            self.folder,
-            self.prompts,
-            cells,
-            pool,
+        pool = DetokenizerPool(addresses, self.links)
+        config = RouterConfig(
             max_pending_bytes=max_pending_bytes,
             unavailable_timeout_s=unavailable_timeout_s,
+            max_file_bytes=4 << 20,
+            max_batch_lines=8,
+            generation_config="none",
         )
+        runner = Runner(config, self.folder, self.prompts, cells, pool)
         self.runners.append(runner)
         server = Server(
             "midstream.v1.Midstream",
@@ -192,25 +192,16 @@ class Cluster:
             on_routers=quotas.learn,
             on_detached=quotas.learn_detached,
         )
-        add_servicers(server, front, self.prompts, cells, status, router_id)
+        add_servicers(server, front, status, router_id)
         bodies = BodyReader(BodyBudget(4 << 20))
         chat = chat or ChatModel.of(self.folder, self.prompts.tokenizer)
-        kept = KeptRequests(cells, unavailable_timeout_s)
-        pages = OpenAiApi(front, self.prompts, metrics, list, bodies, chat, kept).app()
-        pages.router.routes.extend(MessagesApi(front, self.prompts, bodies, chat).routes())
+        kept = KeptRequests(cells)
+        pages = OpenAiApi(front, metrics, list, bodies, chat, kept).app()
+        pages.router.routes.extend(MessagesApi(front, bodies, chat).routes())
         pages.router.routes.extend(EmbeddingsApi(Embedder(front), bodies).routes())
         pages.router.routes.append(ledger_route(cells))
-        pages.router.routes.extend(ResponsesApi(front, self.prompts, bodies, chat, kept, 3600).routes())
-        batches = batch_service(
-            pages,
-            cells,
-            bodies,
-            server.draining,
-            metrics,
-            authenticator.owner,
-            unavailable_timeout_s=unavailable_timeout_s,
-            max_file_bytes=4 << 20, file_ttl_s=30 * 24 * 3600, max_lines=8,
-        )  # fmt: skip
+        pages.router.routes.extend(ResponsesApi(front, bodies, chat, kept, 3600).routes())
+        batches = batch_service(config, pages, cells, bodies, server.draining, metrics, authenticator.owner)
         pages.router.routes.extend(batches.routes)
         pages.router.routes.extend([*dashboard_routes(status), *page_routes()])
         http = HttpPort(AuthenticatedApp(pages, authenticator, refuse, quotas.headers), "127.0.0.1", 0)

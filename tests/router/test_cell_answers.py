@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from midstream.rpc.command_stream import LinkSettings
 from midstream.rpc.serving import open_channel
 from protos import loads_pb2, service_pb2_grpc
 from router.pipeline.cells import Cell
@@ -28,7 +29,7 @@ async def test_loads_and_information_are_those_of_the_cells_that_respond(cluster
 
         assert await answers() == (1, 7)
         (live,) = cells.items()
-        cells["127.0.0.1:1"] = dead = Cell("127.0.0.1:1", "127.0.0.1:1", 1 << 20)
+        cells["127.0.0.1:1"] = dead = Cell("127.0.0.1:1", "127.0.0.1:1", LinkSettings(1 << 20))
         assert await answers() == (1, 7)
         for others in ({dead.name: dead}, {}):
             cells.clear()

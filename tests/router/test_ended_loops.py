@@ -10,6 +10,7 @@ from detokenizer import __main__ as detokenizer
 from detokenizer.feed import FeedPool
 from midstream.config import DetokenizerConfig, RouterConfig
 from midstream.errors import ExecutionError
+from midstream.rpc.command_stream import LinkSettings
 from midstream.rpc.discovery import Discovery
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
@@ -94,11 +95,11 @@ async def test_the_scheduler_loop_ends_if_one_of_its_tasks_ends(monkeypatch: pyt
     else:
         monkeypatch.setattr(Discovery, "run", fail)
     with pytest.raises(DefectError):
-        await asyncio.wait_for(Cells("127.0.0.1:1", 1 << 20).run(), 20)
+        await asyncio.wait_for(Cells("127.0.0.1:1", LinkSettings(1 << 20)).run(), 20)
 
 
 async def test_the_detokenizer_loop_ends_if_one_of_its_links_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DetokenizerLink, "run", fail)
     with pytest.raises(ExceptionGroup) as raised:
-        await asyncio.wait_for(DetokenizerPool("127.0.0.1:1,127.0.0.1:2", 1 << 20).run(), 20)
+        await asyncio.wait_for(DetokenizerPool("127.0.0.1:1,127.0.0.1:2", LinkSettings(1 << 20)).run(), 20)
     assert raised.group_contains(DefectError)

@@ -14,6 +14,7 @@ from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage
 from midstream.errors import ConfigError, OverloadedError, UnavailableError
 from midstream.extras import Extras, LogProbs, Tensor
 from midstream.rpc import discovery
+from midstream.rpc.command_stream import LinkSettings
 from midstream.rpc.discovery import Discovery
 from midstream.telemetry import Metrics
 from protos import generation_pb2 as pb
@@ -125,9 +126,9 @@ def test_a_chunk_survives_the_wire() -> None:
 
 
 async def make_cells(*names: str) -> Cells:
-    cells = Cells(",".join(names), 1 << 20)
+    cells = Cells(",".join(names), LinkSettings(1 << 20))
     for name in names:
-        cells.cells[name] = Cell(name, name, 1 << 20)
+        cells.cells[name] = Cell(name, name, LinkSettings(1 << 20))
         cells.cells[name].is_up = True
     return cells
 
@@ -187,7 +188,7 @@ async def test_a_repeated_request_goes_to_one_cell_though_it_is_busy_or_down() -
 
 async def test_no_cell_is_unavailable() -> None:
     with pytest.raises(UnavailableError):
-        Cells("a:1", 1 << 20).choose([1], "")
+        Cells("a:1", LinkSettings(1 << 20)).choose([1], "")
 
 
 async def test_discovery_follows_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,12 +270,12 @@ async def test_a_cell_stays_the_same_when_its_standby_takes_over(monkeypatch: py
     """Therefore a repeated request goes to the successor, which has recovered the first one."""
     epochs = {"a:1": 1, "b:1": 0, "c:1": 0, "d:1": 1}
 
-    async def epoch_of(address: str, *_: object) -> int:
+    async def epoch_of(settings: LinkSettings, address: str, name: str) -> int:
         return epochs[address]
 
     monkeypatch.setattr("router.pipeline.cells.scheduler_epoch", epoch_of)
     monkeypatch.setattr(discovery, "_INTERVAL_S", 0.001)
-    cells = Cells("one-of:a:1|b:1,one-of:c:1|d:1", 1 << 20)
+    cells = Cells("one-of:a:1|b:1,one-of:c:1|d:1", LinkSettings(1 << 20))
     running = asyncio.create_task(cells.run())
     async with asyncio.timeout(30):
         while set(cells.cells) != {"a:1", "d:1"}:  # noqa: ASYNC110 (set by another task)

@@ -6,6 +6,7 @@ import asyncio
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ async def test_the_cache_salt_is_the_clients_unless_prefixes_are_shared(cluster:
         await runner._normalize(request)
         salts.append(request.cache_salt)
     assert len({*salts, "s"}) == 3
-    runner._share_prefix_cache = True
+    runner._config = replace(runner._config, share_prefix_cache=True)
     request = pb.GenerateRequest(token_ids=pb.TokenIds(values=[1]), cache_salt="s")
     await runner._normalize(request)
     assert request.cache_salt == "s"

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2
 
 from midstream.client import AsyncClient
 from midstream.errors import OverloadedError
+from midstream.rpc.command_stream import LinkSettings
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server, open_channel
 from protos import scheduler_pb2_grpc, stats_pb2, status_pb2
@@ -102,7 +103,7 @@ async def test_watchers_cannot_use_up_the_streams_to_the_scheduler_that_requests
     server = Server("midstream.v1.Scheduler", "127.0.0.1", 0, Progress(), max_concurrent_streams=3)
     scheduler_pb2_grpc.add_SchedulerServicer_to_server(scripted_scheduler(), server.grpc)
     await server.start()
-    cell = Cell("c", f"127.0.0.1:{server.port}", MAX_MESSAGE)
+    cell = Cell("c", f"127.0.0.1:{server.port}", LinkSettings(MAX_MESSAGE))
     watching = [cell.watch_stub.SubscribeKvEvents(stats_pb2.SubscribeKvEventsRequest()) for _ in range(3)]
     for call in watching:
         await call.read()
@@ -154,8 +155,8 @@ def test_streams_are_limited_per_client_and_in_total() -> None:
 async def test_health_says_when_the_parts_that_requests_need_do_not_answer(cluster: Cluster) -> None:
     detokenizer = await cluster.add_detokenizer()
     cells, pool, progress = (
-        Cells(cluster.scheduler_address, MAX_MESSAGE),
-        DetokenizerPool(detokenizer.address, 1 << 20),
+        Cells(cluster.scheduler_address, LinkSettings(MAX_MESSAGE)),
+        DetokenizerPool(detokenizer.address, LinkSettings(1 << 20)),
         Progress(),
     )
     async with asyncio.TaskGroup() as group:

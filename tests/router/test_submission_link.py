@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from midstream.errors import DeadlineError, InvalidArgumentError, MidstreamError, OverloadedError, UnavailableError
+from midstream.rpc.command_stream import LinkSettings
 from midstream.rpc.frames import FrameConnection, FrameServer
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
@@ -90,7 +91,7 @@ async def scheduler() -> AsyncIterator[OneScheduler]:
 @pytest.fixture
 async def cell(scheduler: OneScheduler) -> AsyncIterator[Cell]:
     address = scheduler.address  # type: ignore[attr-defined]
-    cell = Cell("cell", address, MAX_BYTES, transport="frames")
+    cell = Cell("cell", address, LinkSettings(MAX_BYTES, transport="frames"))
     async with asyncio.timeout(WAIT_S):
         is_open = False
         while not is_open:
@@ -216,7 +217,7 @@ async def test_submissions_that_wait_for_room_are_repeated_when_the_connection_b
 async def test_a_request_over_the_limit_of_a_message_is_invalid(
     scheduler: OneScheduler, fields: dict[str, Any], field: str
 ) -> None:
-    cell = Cell("cell", scheduler.address, MAX_BYTES)  # type: ignore[attr-defined]
+    cell = Cell("cell", scheduler.address, LinkSettings(MAX_BYTES))  # type: ignore[attr-defined]
     with pytest.raises(InvalidArgumentError, match=str(MAX_BYTES - 4096)) as raised:
         await submit(cell, "a", **fields)
     assert raised.value.field == field
@@ -225,7 +226,7 @@ async def test_a_request_over_the_limit_of_a_message_is_invalid(
 
 async def test_a_request_over_a_lower_limit_of_the_scheduler_is_invalid(scheduler: OneScheduler) -> None:
     """The gRPC server refuses it, with the status of an overloaded service."""
-    cell = Cell("cell", scheduler.address, 1 << 30)  # type: ignore[attr-defined]
+    cell = Cell("cell", scheduler.address, LinkSettings(1 << 30))  # type: ignore[attr-defined]
     with pytest.raises(InvalidArgumentError, match="larger than max") as raised:
         await submit(cell, "a", prompt="x" * (MAX_BYTES + 1))
     assert raised.value.field == "prompt"
@@ -234,7 +235,7 @@ async def test_a_request_over_a_lower_limit_of_the_scheduler_is_invalid(schedule
 
 async def test_a_scheduler_without_frames_is_called(scheduler: OneScheduler) -> None:
     frames, scheduler.frames = scheduler.frames, None
-    cell = Cell("cell", scheduler.address, MAX_BYTES, transport="frames")  # type: ignore[attr-defined]
+    cell = Cell("cell", scheduler.address, LinkSettings(MAX_BYTES, transport="frames"))  # type: ignore[attr-defined]
     assert (await submit(cell, "abc")).num_sequences == 3
     assert scheduler.num_calls == 1
     await cell.close()

@@ -14,8 +14,7 @@ from midstream.errors import DeadlineError, InvalidArgumentError, OverloadedErro
 from midstream.rpc.http2.messages import Messages
 from router.authentication import Authenticator, Caller, TokenFile, current_caller
 from router.pipeline import message_slots
-from router.pipeline.message_slots import MessageSlots
-from router.pipeline.refusals import Refusals
+from router.pipeline.message_slots import MessageSlots, Refusals
 from tests.router.conftest import Cluster
 from tests.router.test_stream_hoarders import HOARDER, PROBE, first_tokens
 from tests.router.unfinished import UnfinishedCalls

@@ -33,7 +33,7 @@ from scheduler.core.failure import Failure
 from scheduler.core.request import Finish, FinishReason, RequestTimes, SequenceEnd
 from scheduler.core.request_spec import RequestSpec, RetentionRange
 from scheduler.replay.recording import Recorder, frame, read_recording
-from scheduler.replay.recording_codec import decode_config, decode_event, encode_config, encode_event
+from scheduler.replay.recording_codec import Outcome, decode_config, decode_event, encode_config, encode_record
 from scheduler.replay.replay import Changes, replay, simulate
 from scheduler.replay.replay import main as run_replay
 from tests.scheduler.harness import MS, Harness
@@ -83,7 +83,7 @@ EVENTS: list[Event] = [
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
 def test_an_event_is_restored_unchanged(event: Event) -> None:
-    record = pb.Record.FromString(encode_event(event, []).SerializeToString())
+    record = pb.Record.FromString(encode_record(event, Outcome.of([])).SerializeToString())
     assert decode_event(record) == event
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -150,5 +149,5 @@ def _milliseconds(sample: status_pb2.StatusSample, name: str) -> str:
     return f"{value / 1e3:.1f} s" if value >= 1e3 else f"{value:.0f} ms"
 
 
-def _clock(unix_ms: int, local: Callable[[float], time.struct_time] = time.localtime) -> str:
-    return time.strftime("%H:%M:%S", local(unix_ms / 1e3))
+def _clock(unix_ms: int) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(unix_ms / 1e3))

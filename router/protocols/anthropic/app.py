@@ -17,7 +17,6 @@ from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError
 from protos import generation_pb2 as pb
 from router.pipeline.generation import FrontDoor, Output
 from router.pipeline.idempotency import HEADER, check_key, make_repeatable, request_id_of
-from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_checks import check_model, check_name
 from router.protocols.anthropic.endpoints import Endpoint, error_response, mapped
 from router.protocols.anthropic.errors import error_body
@@ -41,10 +40,10 @@ _OTHER_METHODS = ("GET", "PUT", "PATCH", "DELETE")
 class MessagesApi:
     """Serves /v1/messages and /v1/messages/count_tokens."""
 
-    def __init__(self, front: FrontDoor, prompts: PromptBuilder, bodies: BodyReader, chat: ChatModel) -> None:
+    def __init__(self, front: FrontDoor, bodies: BodyReader, chat: ChatModel) -> None:
         self._front = front
         self._folder = front.runner.model
-        self._prompts = prompts
+        self._prompts = front.runner.prompts
         self._bodies = bodies
         self._chat = chat
         self._models = Models(self._folder, front.runner.cells)

@@ -43,10 +43,8 @@ class Lease:
 class Leases:
     """Unfinished batches of all clients."""
 
-    def __init__(self, documents: ClientDocuments, *, lease_s: float = _LEASE_S) -> None:
-        """`lease_s` is how long a holder may fail to renew a lease before another router can take it."""
+    def __init__(self, documents: ClientDocuments) -> None:
         self._documents = documents
-        self._lease_s = lease_s
         self._holder = uuid.uuid4().hex
         # Version of each entry, and the loop time at which that version was first seen.
         self._seen: dict[tuple[Cell, str], tuple[int, float]] = {}
@@ -97,7 +95,7 @@ class Leases:
         if version != entry.version:
             self._seen[key] = entry.version, now
             since = now
-        return not holder or now - since >= self._lease_s
+        return not holder or now - since >= _LEASE_S
 
     async def keep(self, lease: Lease) -> None:
         """Renew a lease regularly until another router has taken it."""

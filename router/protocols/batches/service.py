@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from midstream.config import RouterConfig
 from midstream.telemetry import Metrics
 from router.authentication import Caller
 from router.pipeline.cells import Cells
@@ -31,23 +32,19 @@ class BatchService:
 
 
 def batch_service(
+    config: RouterConfig,
     app: ASGIApp,
     cells: Cells,
     bodies: BodyReader,
     draining: asyncio.Event,
     metrics: Metrics,
     caller_of: Callable[[str], Caller | None],
-    *,
-    unavailable_timeout_s: float,
-    max_file_bytes: int,
-    file_ttl_s: int,
-    max_lines: int,
 ) -> BatchService:
-    """Return the service; `app` serves the endpoints that lines call. See BatchRunner and RouterConfig."""
-    documents = ClientDocuments(cells, unavailable_timeout_s)
+    """Return the service; `app` serves the endpoints that lines call. See BatchRunner."""
+    documents = ClientDocuments(cells)
     files, batches, leases = Files(documents), Batches(documents), Leases(documents)
-    files_api = FilesApi(documents, files, draining, max_file_bytes=max_file_bytes, ttl_s=file_ttl_s)
-    batches_api = BatchesApi(documents, files, batches, leases, bodies, draining, file_ttl_s)
+    files_api = FilesApi(documents, files, draining, max_file_bytes=config.max_file_bytes, ttl_s=config.file_ttl_s)
+    batches_api = BatchesApi(documents, files, batches, leases, bodies, draining, config.file_ttl_s)
     runner = BatchRunner(
         app,
         cells,
@@ -57,7 +54,7 @@ def batch_service(
         draining,
         metrics,
         caller_of,
-        max_lines=max_lines,
+        max_lines=config.max_batch_lines,
         max_body_bytes=bodies.max_bytes,
     )
     return BatchService([*files_api.routes(), *batches_api.routes()], runner)

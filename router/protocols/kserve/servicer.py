@@ -34,7 +34,6 @@ from protos import kserve_pb2_grpc
 from router.pipeline.concurrent import run_all
 from router.pipeline.generation import FrontDoor
 from router.pipeline.idempotency import key_of, make_repeatable, request_id_of
-from router.pipeline.prompt import PromptBuilder
 from router.pipeline.stream_slots import StreamSlots
 from router.protocols.kserve.ensemble import (
     INPUTS,
@@ -61,10 +60,10 @@ _MAX_WAITING = 64
 class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     """Implements protos/kserve.proto. The model is served under its own name and as `ensemble`."""
 
-    def __init__(self, front: FrontDoor, prompts: PromptBuilder) -> None:
+    def __init__(self, front: FrontDoor) -> None:
         self._front = front
         self._model = front.runner.model
-        self._prompts = prompts
+        self._prompts = front.runner.prompts
         self._slots = StreamSlots()
         self._num_success = self._num_failures = self._success_ns = self._failure_ns = self._last_ms = 0
 

@@ -19,7 +19,7 @@ from protos import generation_pb2 as pb
 from router.pipeline.generation import FrontDoor
 from router.pipeline.idempotency import HEADER, check_key, check_no_id
 from router.pipeline.kept_requests import KeptRequests
-from router.pipeline.prompt import PromptBuilder, PromptOptions
+from router.pipeline.prompt import PromptOptions
 from router.pipeline.request_checks import check_model
 from router.protocols.anthropic.models import model_routes
 from router.protocols.body_reader import BodyReader
@@ -53,7 +53,6 @@ class OpenAiApi:
     def __init__(
         self,
         front: FrontDoor,
-        prompts: PromptBuilder,
         metrics: Metrics,
         problems: Callable[[], list[str]],
         bodies: BodyReader,
@@ -63,14 +62,15 @@ class OpenAiApi:
     ) -> None:
         self._front = front
         self._model = front.runner.model
-        self._prompts = prompts
+        self._prompts = front.runner.prompts
         self._metrics = metrics
         self._problems = problems
         self._stalled = stalled
         self._bodies = bodies
         self._kept = kept
         self._models = Models(self._model, front.runner.cells)
-        self._vocabulary = Vocabulary(prompts.tokenizer.token_bytes, chat, prompts.tokenizer.special_ids)
+        tokenizer = self._prompts.tokenizer
+        self._vocabulary = Vocabulary(tokenizer.token_bytes, chat, tokenizer.special_ids)
         self._document = JSONResponse(document(self._model))
 
     def app(self) -> Starlette:
@@ -110,7 +110,7 @@ class OpenAiApi:
 
         job = await self._bodies.read(request, make_job)
         await self._models.resolve(job.requests)
-        return Reply(self._front, job, request.headers.get("last-event-id"), self._prompts, self._kept)
+        return Reply(self._front, job, request.headers.get("last-event-id"), self._kept)
 
     async def _list_models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": await self._models.cards()})

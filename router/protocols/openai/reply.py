@@ -18,7 +18,7 @@ from protos import generation_pb2 as pb
 from router.pipeline.concurrent import run_all
 from router.pipeline.generation import FrontDoor, Output, Prepare
 from router.pipeline.kept_requests import KeptRequests
-from router.pipeline.prompt import PromptBuilder, PromptOptions
+from router.pipeline.prompt import PromptOptions
 from router.protocols.fields import ignored_header
 from router.protocols.openai.echo import EchoedPrompt
 from router.protocols.openai.endpoints import error_response, id_header
@@ -32,12 +32,10 @@ from router.protocols.streaming import EventStream, StreamedResponse, dump
 class Reply(StreamedResponse):
     """The response to one job; a dropped connection aborts its requests."""
 
-    def __init__(
-        self, front: FrontDoor, job: Job, last_event_id: str | None, prompts: PromptBuilder, kept: KeptRequests
-    ) -> None:
+    def __init__(self, front: FrontDoor, job: Job, last_event_id: str | None, kept: KeptRequests) -> None:
         super().__init__()
         self._front = front
-        self._prompts = prompts
+        self._prompts = front.runner.prompts
         self._kept = kept
         self._job = job
         self._last_event_id = last_event_id

@@ -20,10 +20,8 @@ from midstream.errors import MidstreamError, UnsupportedError
 from protos import generation_pb2 as pb
 from protos import loads_pb2, openengine_pb2_grpc, stats_pb2
 from protos import openengine_pb2 as oe
-from router.pipeline.cells import Cells
 from router.pipeline.generation import FrontDoor
 from router.pipeline.idempotency import key_of, make_repeatable, request_id_of
-from router.pipeline.prompt import PromptBuilder
 from router.pipeline.request_checks import MAX_LOG_PROBS, check_model
 from router.protocols.openengine.request import native_request
 from router.protocols.openengine.response import Events
@@ -37,9 +35,8 @@ _HASH_BYTES = 8
 class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
     """Implements the Inference service, which generates text."""
 
-    def __init__(self, front: FrontDoor, prompts: PromptBuilder) -> None:
+    def __init__(self, front: FrontDoor) -> None:
         self._front = front
-        self._prompts = prompts
 
     async def Generate(
         self, request: oe.GenerateRequest, context: ServicerContext[Any, Any]
@@ -66,18 +63,17 @@ class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
             yield events.failure(error)
 
     def _spell(self, token_id: int) -> str:
-        return self._prompts.tokenizer.decode([token_id], skip_special_tokens=False)
+        return self._front.runner.prompts.tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 class ControlServicer(openengine_pb2_grpc.ControlServicer):
     """Implements the Control service: information about engine and model, and control of adapters and requests."""
 
-    def __init__(self, front: FrontDoor, native: RouterServicer, cells: Cells) -> None:
+    def __init__(self, front: FrontDoor, native: RouterServicer) -> None:
         """`native` is the native service, which covers all cells."""
         self._front = front
         self._model = front.runner.model
         self._native = native
-        self._cells = cells
 
     async def GetServerInfo(self, request: oe.GetServerInfoRequest, context: object) -> oe.ServerInfo:
         """Return all cells as one engine."""
@@ -100,7 +96,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
 
     async def GetModelInfo(self, request: oe.GetModelInfoRequest, context: object) -> oe.ModelInfo:
         """Return information about the served model."""
-        model, features = self._model, self._cells.any().features or frozenset()
+        model, features = self._model, self._front.runner.cells.any().features or frozenset()
         check_model(request.model, model)
         top_n = [oe.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N]
         info = oe.ModelInfo(
@@ -198,11 +194,12 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
         """Stream the KV-cache events of the only cell. Worker groups are data-parallel ranks, numbered in the order in
         which the stream names them; an event for all groups is sent for each of them.
         """
-        if len(self._cells.cells) > 1:
+        cells = self._front.runner.cells
+        if len(cells.cells) > 1:
             raise UnsupportedError("each cell numbers its own KV events; subscribe at the schedulers")
         ranks: dict[str, int] = {}
         native = stats_pb2.SubscribeKvEventsRequest(start_sequence_number=request.start_sequence_number)
-        async for batch in self._cells.any().watch_stub.SubscribeKvEvents(native):
+        async for batch in cells.any().watch_stub.SubscribeKvEvents(native):
             for event in batch.events:
                 if event.group_id:
                     named: Collection[int] = [ranks.setdefault(event.group_id, len(ranks))]

@@ -22,7 +22,7 @@ from protos import scheduler_pb2
 from router.pipeline.generation import FrontDoor, Output
 from router.pipeline.idempotency import HEADER, check_key, keep, request_id_of
 from router.pipeline.kept_requests import KeptRequests
-from router.pipeline.prompt import PromptBuilder, PromptOptions
+from router.pipeline.prompt import PromptOptions
 from router.pipeline.request_checks import check_model
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel, SequenceReader
@@ -87,19 +87,11 @@ class StoredResponse:
 class ResponsesApi:
     """Serves /v1/responses."""
 
-    def __init__(
-        self,
-        front: FrontDoor,
-        prompts: PromptBuilder,
-        bodies: BodyReader,
-        chat: ChatModel,
-        kept: KeptRequests,
-        ttl_s: int,
-    ) -> None:
+    def __init__(self, front: FrontDoor, bodies: BodyReader, chat: ChatModel, kept: KeptRequests, ttl_s: int) -> None:
         """`ttl_s` is how long a response is stored."""
         self._front = front
         self._folder = front.runner.model
-        self._prompts = prompts
+        self._prompts = front.runner.prompts
         self._bodies = bodies
         self._chat = chat
         self._kept = kept

@@ -16,9 +16,9 @@ from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from router.pipeline.cells import Cell
 from router.pipeline.client_documents import ClientDocuments
+from router.protocols.batches import lease
 from router.protocols.batches.batch import Batch
 from router.protocols.batches.files import FileInfo, Files
-from router.protocols.batches.lease import Leases
 from router.protocols.batches.lines import Line, Outcome, answered, check_lines, read_line
 from router.protocols.batches.upload import Form
 from tests.router.conftest import Cluster, Part
@@ -95,7 +95,7 @@ async def test_files_are_stored_listed_read_and_deleted(cluster: Cluster, client
         await client.files.create(file=b"x" * (5 << 20), purpose="batch")
     assert [file.id async for file in client.files.list()] == [second.id]
     cells = cluster.runners[0].cells
-    chunks = await ClientDocuments(cells, 30.0).waiting(cells.any(), "file_chunk", 100)
+    chunks = await ClientDocuments(cells).waiting(cells.any(), "file_chunk", 100)
     assert [chunk.id.partition("/")[0] for chunk in chunks] == [second.id]  # no chunks of the refused files remain
 
 
@@ -214,7 +214,7 @@ async def test_a_repeated_call_returns_the_object_created_by_the_first(client: o
 async def test_a_batch_whose_router_dies_is_taken_over(
     cluster: Cluster, router: Part, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Leases.__init__, "__kwdefaults__", {"lease_s": 1.5})
+    monkeypatch.setattr(lease, "_LEASE_S", 1.5)
     assert router.http is not None
     url = f"http://127.0.0.1:{router.http.port}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:

@@ -23,6 +23,7 @@ from midstream.cli.top.board import Board
 from midstream.cli.top.command import follow
 from midstream.client import AsyncClient
 from midstream.errors import UnavailableError
+from midstream.rpc.command_stream import LinkSettings
 from protos import status_pb2
 from router.authentication import AuthenticatedApp, Authenticator, TokenFile
 from router.pipeline.cells import Cells
@@ -182,7 +183,7 @@ async def test_cells_are_added_up_and_their_groups_told_apart() -> None:
         scheduler.status.requests.num_queued = 5
         scheduler.status.counts.num_finished_by_reason["stop"] = 2
     addresses = [await scheduler.start() for scheduler in schedulers.values()]
-    cells = Cells(",".join(addresses), MAX_MESSAGE)
+    cells = Cells(",".join(addresses), LinkSettings(MAX_MESSAGE))
     feed = StatusFeed(cells, "model", lambda: status_pb2.RouterStatus(router_id="r"), asyncio.Event(), 0.05)
     tasks = [asyncio.create_task(cells.run()), asyncio.create_task(feed.run())]
     names = list[list[str]]()
