@@ -116,7 +116,7 @@ class ClientDocuments:
         return [_document(cell, document) for document in response.documents]
 
     async def _ask(self, cell: Cell, call: Callable[[Cell], Awaitable[_T]]) -> _T:
-        return await ask_cell(cell, call, self._timeout_s)
+        return await ask_cell(self.cells, cell, call, self._timeout_s)
 
 
 def _document(cell: Cell, found: pb.Document) -> ClientDocument:
