@@ -175,6 +175,8 @@ async def serve(config: RouterConfig) -> None:
     if not server.limits_addresses:
         parts["connections"] = ConnectionGuard(server.port, max_connections()).run()
     parts["health"] = watch_reach(cells, pool, progress)
+    if config.shared_http_port:
+        parts["the shared port"] = leave_shared_port(server.draining, http)
     if config.throughput_log_s > 0:
         parts["throughput"] = log_throughput(seen, lambda: limits.num_open, config.throughput_log_s)
     tasks = [asyncio.create_task(part, name=f"the loop of {name}") for name, part in parts.items()]
@@ -194,6 +196,12 @@ async def serve(config: RouterConfig) -> None:
             tracer.close()
         if gen_ai is not None:
             gen_ai.close()
+
+
+async def leave_shared_port(draining: asyncio.Event, http: HttpPort) -> None:
+    """Leave the shared HTTP port when the router drains; its own port answers until the gRPC calls have ended."""
+    await draining.wait()
+    http.leave_shared_port()
 
 
 if __name__ == "__main__":

@@ -120,7 +120,8 @@ class _Active:
     """Follows the active one of several schedulers.
 
     Attributes:
-        address: Its address; the last known one if none is active, or empty if none ever was.
+        address: Its address; the last known one if none is active, or, if none ever was, that of any standby, so that
+            the scheduler counts as unreachable rather than as absent.
     """
 
     def __init__(self) -> None:
@@ -136,6 +137,8 @@ class _Active:
         epoch, address = max(((epoch, address) for address, epoch in epochs.items()), default=(0, ""))
         if epoch > 0 and epoch >= self._epoch:
             self._epoch, self.address = epoch, address
+        elif not self.address:
+            self.address = next(iter(epochs), "")
 
 
 def _alternatives(target: str) -> list[str]:

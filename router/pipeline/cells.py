@@ -344,5 +344,5 @@ def _num_bytes(value: object) -> int:
 async def _leave(cell: Cell) -> None:
     """Close a cell once no call to it can be in progress, because closing it earlier would cancel the call."""
     cell.is_gone = True
-    await asyncio.sleep(2 * _TRY_TIMEOUT_S)
+    await asyncio.sleep(_ENCODE_TIMEOUT_S)  # the longest call
     await cell.close()

@@ -113,7 +113,7 @@ class ClientDocuments:
         return [_document(cell, document) for document in response.documents]
 
     async def _ask(self, cell: Cell, call: Callable[[Cell], Awaitable[_T]]) -> _T:
-        return await ask_cell(cell, call, self.cells.unavailable_timeout_s)
+        return await ask_cell(self.cells, cell, call)
 
 
 def _document(cell: Cell, found: pb.Document) -> ClientDocument:

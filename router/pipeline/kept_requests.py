@@ -71,12 +71,18 @@ async def ask_cells(cells: Cells, call: Callable[[Cell], Awaitable[_T]]) -> dict
         delay = min(2 * delay, _LAST_RETRY_S)
 
 
-async def ask_cell(cell: Cell, call: Callable[[Cell], Awaitable[_T]], timeout_s: float) -> _T:
-    """Return the response of one cell; retry while the cell is unreachable. Raises the errors of `ask_cells`."""
+async def ask_cell(cells: Cells, cell: Cell, call: Callable[[Cell], Awaitable[_T]]) -> _T:
+    """Return the response of one cell, or of its successor; retry while the cell is unreachable. Raises the errors of
+    `ask_cells`.
+    """
     loop = asyncio.get_running_loop()
-    give_up_at, delay = loop.time() + timeout_s, _FIRST_RETRY_S
+    give_up_at, delay = loop.time() + cells.unavailable_timeout_s, _FIRST_RETRY_S
     while True:
-        result = await _answer(call(cell))
+        current = cells.successor_of(cell) if cell.is_gone else cell
+        if current is not None:
+            result = await _answer(call(current))
+        else:
+            result = UnavailableError(f"the scheduler at {cell.name} was removed")
         if not isinstance(result, MidstreamError):
             return result
         if not isinstance(result, UnavailableError) or loop.time() + delay > give_up_at:

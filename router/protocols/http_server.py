@@ -118,6 +118,7 @@ class _Protocol(HttpToolsProtocol):
     _is_too_large = False
     _is_counted = False
     _timer: asyncio.TimerHandle | None = None
+    _is_leaving = False
     offers_protocol = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -195,6 +196,14 @@ class _Protocol(HttpToolsProtocol):
         cast("dict[str, object]", self.scope)["certificate"] = certificate
         self._expect(self.timeouts_s[1])
         super().on_headers_complete()
+        if self._is_leaving:
+            self.cycle.keep_alive = False
+
+    def leave(self) -> None:
+        """Close an idle connection at once, and any other one after the response to its request."""
+        self._is_leaving = True
+        if self.cycle is not None and not self._num_held_bytes:
+            self.shutdown()
 
     def on_body(self, body: bytes) -> None:
         self._num_held_bytes = 0
@@ -348,6 +357,7 @@ class HttpPort:
         """
         self._sockets = [_listen(host, port)]
         self.port: int = self._sockets[0].getsockname()[1]
+        self._shared_port = shared_port
         if shared_port:
             self._sockets.append(_listen(host, shared_port, is_shared=True))
         self._tls = tls
@@ -371,6 +381,18 @@ class HttpPort:
         if self._tls is not None:
             self._tasks.append(asyncio.create_task(_keep_fresh(self._tls), name="certificates"))
         return tuple(self._tasks)
+
+    def leave_shared_port(self) -> None:
+        """Stop listening on the shared port, and close its connections once they are idle, so that their clients reach
+        another process.
+        """
+        for server in getattr(self._server, "servers", ())[1:]:  # set when they have started
+            server.close()
+        for listener in self._sockets[1:]:
+            listener.close()
+        for connection in cast("list[_Protocol]", list(self._server.server_state.connections)):
+            if connection.server is not None and connection.server[1] == self._shared_port:
+                connection.leave()
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Stop accepting requests, wait up to `drain_timeout_s` for running ones, and close the port, whether or not it

@@ -222,6 +222,47 @@ async def test_routers_share_ports(start: Start) -> None:
         await survivor.ready()
 
 
+async def test_a_draining_router_leaves_the_shared_ports_at_once(
+    scheduler: tuple[ScriptedScheduler, str], start: Start
+) -> None:
+    """Even while it waits for its gRPC calls, new connections and the next calls of idle ones go to other routers."""
+    feed, _ = scheduler
+    shared = free_ports(2)
+    ports = ("--shared-port", str(shared[0]), "--shared-http-port", str(shared[1]))
+    leaving = await start("router", "--detokenizers", (await start("detokenizer")).address, *ports)
+    async with AsyncClient([leaving.address]) as client, contextlib.AsyncExitStack() as opened:
+        running = asyncio.ensure_future(client.generate(token_ids=[5], request_id="r").result())
+        await feed.until(lambda: "r" in feed.requests)
+        idle, new, own = [await open_http(opened, port) for port in (shared[1], shared[1], leaving.http_port)]
+        for connection in (idle, own):
+            assert "connection: close" not in await ask(*connection)
+        leaving.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(idle[0].read(), 60) == b""
+        assert "connection: close" in await ask(*new)
+        assert "connection: close" not in await ask(*own)
+        found = psutil.Process(leaving.process.pid).net_connections("tcp")
+        listening = {entry.laddr.port for entry in found if entry.status == psutil.CONN_LISTEN}
+        assert listening == {leaving.http_port}
+        feed.end("r")
+        await running
+    assert await asyncio.wait_for(leaving.process.wait(), 60) == 0
+
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def open_http(opened: contextlib.AsyncExitStack, port: int) -> Connection:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    opened.callback(writer.close)
+    return reader, writer
+
+
+async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+    """Send a request; return the head of the response, in lower case."""
+    writer.write(b"HEAD /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    return (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)).decode().lower()
+
+
 async def accepted_by_all(processes: list[Process], port: int) -> None:
     """Wait until each process has open connections on the port."""
     async with asyncio.timeout(60):

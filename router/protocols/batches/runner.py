@@ -144,8 +144,10 @@ class BatchRunner:
                 return
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
-            await working
+            was_stored = await working
             await self._leases.remove(lease)
+            if not was_stored and await self._is_stored(lease):
+                await self._leases.add(lease.cell, lease.owner, lease.batch_id)
         except MidstreamError as error:
             # The lease expires by itself, and the router that takes it over tries again.
             logger.warning("batch %s cannot continue now: %s", lease.batch_id, error.message)
@@ -162,14 +164,24 @@ class BatchRunner:
                 task.cancel()
             await asyncio.gather(working, keeping, return_exceptions=True)
 
-    async def _drive(self, lease: Lease) -> None:
-        """Run a batch to its end from any state."""
+    async def _is_stored(self, lease: Lease) -> bool:
+        try:
+            await self._batches.get(lease.owner, lease.batch_id)
+        except NotFoundError:
+            return False
+        return True
+
+    async def _drive(self, lease: Lease) -> bool:
+        """Run a batch to its end from any state; return False if the call that creates it has not stored it."""
         try:
             _, batch = await self._batches.get(lease.owner, lease.batch_id)
         except NotFoundError:
-            return  # the call that creates the batch did not complete
-        if batch.status in ENDED:
-            return
+            return False
+        if batch.status not in ENDED:
+            await self._run_batch(lease, batch)
+        return True
+
+    async def _run_batch(self, lease: Lease, batch: Batch) -> None:
         try:
             input_cell, info = await self._files.get(lease.owner, batch.input_file_id)
             lines = partial(self._files.lines, input_cell, lease.owner, info, self._max_line_bytes)

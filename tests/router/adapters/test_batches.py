@@ -17,8 +17,9 @@ from protos import generation_pb2 as pb
 from router.pipeline.cells import Cell
 from router.pipeline.client_documents import ClientDocuments
 from router.protocols.batches import lease
-from router.protocols.batches.batch import Batch
+from router.protocols.batches.batch import Batch, Batches
 from router.protocols.batches.files import FileInfo, Files
+from router.protocols.batches.lease import Lease, Leases
 from router.protocols.batches.lines import Line, Outcome, answered, check_lines, read_line
 from router.protocols.batches.upload import Form
 from tests.router.conftest import Cluster, Part
@@ -347,3 +348,37 @@ async def test_a_line_whose_request_is_aborted_is_an_error(
     batch = await ended(client, batch)
     assert (batch.status, batch.request_counts.failed) == ("completed", 1)
     assert [row["response"]["status_code"] for row in await rows(client, batch.error_file_id)] == [499]
+
+
+@pytest.mark.parametrize("is_removed_first", [True, False])
+async def test_a_batch_runs_even_if_a_router_has_looked_for_it_before_it_was_stored(
+    client: openai.AsyncOpenAI, model: None, monkeypatch: pytest.MonkeyPatch, *, is_removed_first: bool
+) -> None:
+    """The router of the call may be slow between the entry in the queue and the batch."""
+    create_now, add_now, remove_now = Batches.create, Leases.add, Leases.remove
+    removing, removed, added_again = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    num_added = 0
+
+    async def create_late(self: Batches, cell: Cell, owner: str, batch: Batch) -> None:
+        await asyncio.wait_for((removed if is_removed_first else removing).wait(), 60)
+        await create_now(self, cell, owner, batch)
+
+    async def add(self: Leases, cell: Cell, owner: str, batch_id: str) -> None:
+        nonlocal num_added
+        await add_now(self, cell, owner, batch_id)
+        num_added += 1
+        if num_added == 2:
+            added_again.set()
+
+    async def remove(self: Leases, lease: Lease) -> None:
+        removing.set()
+        if not is_removed_first:
+            await asyncio.wait_for(added_again.wait(), 60)
+        await remove_now(self, lease)
+        removed.set()
+
+    monkeypatch.setattr(Batches, "create", create_late)
+    monkeypatch.setattr(Leases, "add", add)
+    monkeypatch.setattr(Leases, "remove", remove)
+    batch = await ended(client, await create(client, [line("a")]))
+    assert (batch.status, batch.request_counts.completed) == ("completed", 1)
