@@ -238,7 +238,7 @@ MESSAGES: Table = {
     "fallbacks": ("refused", ""),
     "speed": ("refused", "only standard is supported"),
     "compaction": ("refused", ""),
-    "thread": ("refused", ""),
+    "thread": ("refused", "conversations are not stored; send all messages"),
     "fallback_credit_token": ("refused", ""),
     "billing_policy": ("ignored", "applies only to Anthropic accounts"),
     "diagnostics": ("ignored", "cache diagnostics are not reported"),

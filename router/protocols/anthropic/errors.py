@@ -42,5 +42,9 @@ def error_body(error: MidstreamError, request_id: str = "", names: Names | None 
     message = f"{param}: {error.message}" if param else error.message
     if isinstance(error, ContextLengthError):
         message = f"prompt is too long: {error.message}"  # clients match this text
-    body: dict[str, object] = {"type": "error", "error": {"type": kind, "message": message}}
+    described: dict[str, object] = {"type": kind, "message": message}
+    if error.code is StatusCode.UNIMPLEMENTED and param == "thread":
+        # With these details, the tool runners of Anthropic's clients repeat the call without a thread.
+        described["details"] = {"error_code": "thread_unsupported_request"}
+    body: dict[str, object] = {"type": "error", "error": described}
     return {**body, "request_id": request_id} if request_id else body

@@ -89,6 +89,16 @@ async def test_a_message_is_the_text_of_its_tokens(
     assert prompt.index("Be brief.") < prompt.index("Hi")
 
 
+async def test_a_tool_runner_continues_without_a_thread(
+    cluster: Cluster, client: anthropic.AsyncAnthropic, tokenizer: Tokenizer
+) -> None:
+    runner = client.beta.messages.tool_runner(
+        model="smollm2", max_tokens=9, messages=HI, tools=[], extra_body={"request_id": "r"}
+    )
+    message, _ = await asyncio.gather(runner.until_done(), answer(cluster, "r", tokenizer.encode("yes")))
+    assert message.content[0].to_dict()["text"] == "yes"
+
+
 async def test_an_aborted_message_is_not_retried(cluster: Cluster, client: anthropic.AsyncAnthropic) -> None:
     retrying = client.with_options(max_retries=2)
     call = retrying.messages.create(model="smollm2", max_tokens=99, messages=HI, extra_body={"request_id": "r"})
