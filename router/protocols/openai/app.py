@@ -188,16 +188,29 @@ async def refuse(error: MidstreamError, scope: Scope, receive: Receive, send: Se
 async def _http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     detail = error.detail if isinstance(error, HTTPException) else "internal error"
-    body = {"error": {"message": detail, "type": "invalid_request_error", "param": None, "code": None}}
     given = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    if status == 405:
+    if status == 404:
+        detail = f"there is no endpoint {request.url.path[:128]}; {_advice(request)}"
+    elif status == 405:
         # The error's own header names the methods of only one of the path's routes.
-        given["Allow"] = ", ".join(sorted(_methods(request)))
+        given["Allow"] = ", ".join(sorted(_methods(request, request.url.path)))
+        detail = f"{request.url.path[:128]} does not support {request.method}; use {given['Allow']}"
+    body = {"error": {"message": detail, "type": "invalid_request_error", "param": None, "code": None}}
     return Response(json.dumps(body), status, given, media_type="application/json")
 
 
-def _methods(request: Request) -> set[str]:
-    """Return the methods that a request's path supports."""
+def _advice(request: Request) -> str:
+    """Return what to do about a path that does not exist; often /v1 is missing from a client's base URL or repeated."""
+    path = request.url.path
+    likely = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
+    if request.method in _methods(request, likely):
+        return f"use {likely[:128]} (check the client's base URL)"
+    return "/openapi.json lists all endpoints"
+
+
+def _methods(request: Request, path: str) -> set[str]:
+    """Return the methods that a path supports."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
-    found = [route.methods or () for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    scope = {**request.scope, "path": path}
+    found = [route.methods or () for route in routes if route.matches(scope)[0] is not Match.NONE]
     return {method for methods in found for method in methods}

@@ -288,6 +288,22 @@ async def test_a_wrong_method_is_answered_with_all_allowed_ones(router: Part) ->
             with pytest.raises(openai.APIStatusError) as raised:
                 await client.put(path, cast_to=object)
             assert (raised.value.status_code, raised.value.response.headers["allow"]) == (405, methods)
+            assert f"/v1{path} does not support PUT; use {methods}" in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("base", "path", "advice"),
+    [
+        ("/", "/chat/completions", "use /v1/chat/completions"),
+        ("/v1/v1/", "/messages", "use /v1/messages"),
+        ("/v1/", "/images/generations", "/openapi.json lists all endpoints"),
+    ],
+)
+async def test_an_unknown_path_is_answered_with_what_to_do(router: Part, base: str, path: str, advice: str) -> None:
+    async with client_of(router) as client:
+        client.base_url = str(client.base_url).replace("/v1/", base)
+        with pytest.raises(openai.NotFoundError, match=f"there is no endpoint {base[:-1]}{path}; {advice}"):
+            await client.post(path, cast_to=object, body={})
 
 
 async def test_unknown_query_parameters_are_refused(router: Part) -> None:
