@@ -298,7 +298,7 @@ async def test_a_call_that_waits_for_a_cell_continues_at_its_successor(monkeypat
     address = await scheduler.start()
     epochs = {"127.0.0.1:1": 1, address: 0}
 
-    async def epoch_of(address: str, *_: object) -> int:
+    async def epoch_of(settings: LinkSettings, address: str, name: str) -> int:
         return epochs[address]
 
     monkeypatch.setattr("router.pipeline.cells.scheduler_epoch", epoch_of)

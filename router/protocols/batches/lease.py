@@ -77,7 +77,9 @@ class Leases:
             self._seen = {key: (version, now) for key, (version, _) in self._seen.items()}
             return []
         known = {(cell, entry.id) for entry in entries}
-        self._seen = {key: seen for key, seen in self._seen.items() if key[0] is not cell or key in known}
+        self._seen = {
+            key: seen for key, seen in self._seen.items() if (key in known if key[0] is cell else not key[0].is_gone)
+        }
         leases: list[Lease] = []
         for entry in entries:
             if len(leases) >= limit:

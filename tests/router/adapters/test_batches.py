@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import weakref
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +16,7 @@ from midstream.errors import InvalidArgumentError
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from router.pipeline.cells import Cell
-from router.pipeline.client_documents import ClientDocuments
+from router.pipeline.client_documents import ClientDocument, ClientDocuments
 from router.protocols.batches import lease
 from router.protocols.batches.batch import Batch, Batches
 from router.protocols.batches.files import FileInfo, Files
@@ -382,3 +383,21 @@ async def test_a_batch_runs_even_if_a_router_has_looked_for_it_before_it_was_sto
     monkeypatch.setattr(Leases, "remove", remove)
     batch = await ended(client, await create(client, [line("a")]))
     assert (batch.status, batch.request_counts.completed) == ("completed", 1)
+
+
+async def test_the_queue_of_a_scheduler_that_is_gone_is_forgotten() -> None:
+    """Otherwise each takeover during a batch would keep the old scheduler's connection and prefix index in memory."""
+
+    class Place:
+        is_gone = False
+
+    class Waiting:
+        async def waiting(self, cell: Cell, kind: str, limit: int) -> list[ClientDocument]:
+            return [ClientDocument(cell, "", "batch", b'{"holder": "another router"}', 1)]
+
+    leases, old, new = Leases(cast("ClientDocuments", Waiting())), Place(), Place()
+    assert await leases.take(cast("Cell", old), set(), 1) == []
+    old.is_gone, known = True, weakref.ref(old)
+    del old
+    assert await leases.take(cast("Cell", new), set(), 1) == []
+    assert known() is None
