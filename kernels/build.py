@@ -3,6 +3,7 @@
 import argparse
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -12,6 +13,8 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 PACKAGE = Path(__file__).parent
 SOURCES = PACKAGE / "csrc"
@@ -99,6 +102,7 @@ def build(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
+            logger.info("compiling the %s kernels once, for a minute or more", isa)
             _compile(compiler, isa, extra_flags, target)
     return target
 

@@ -17,8 +17,8 @@ from kernels.cpu.library import Library
 def load_library() -> Library | None:
     """Return the best build of the kernels for this processor; None, after logging the reason, if there is none.
 
-    A missing build is compiled first, which takes some seconds. The environment variable MIDSTREAM_CPU_ISA selects an
-    instruction set (amx, avx512, avxvnni, avx2; on ARM neon), or `reference` for the PyTorch reference.
+    A missing build is compiled first, which takes a minute or more. The environment variable MIDSTREAM_CPU_ISA selects
+    an instruction set (amx, avx512, avxvnni, avx2; on ARM neon), or `reference` for the PyTorch reference.
     """
     return _load(os.environ.get("MIDSTREAM_CPU_ISA", ""))
 
