@@ -12,6 +12,7 @@ from rich.table import Table
 from midstream.model.families import HEADINGS, SERVED_FAMILIES, rows
 
 _WIDTH = 180  # columns without a terminal
+_NARROW = ("family", "model_type", "on a CPU", "notes")  # headings on a narrow terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,12 +24,24 @@ def run(arguments: argparse.Namespace) -> int:
         for family in SERVED_FAMILIES:
             print(json.dumps(asdict(family)))
         return 0
-    table = Table(*HEADINGS, box=None)
-    for row in rows():
-        table.add_row(*row)
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH)
-    console.print(table)
+    table = _table(HEADINGS)
+    left_out = [heading for heading in HEADINGS if heading not in _NARROW]
+    # A table without room for its longest words would cut them.
+    is_cut = console.measure(table, options=console.options.update(width=_WIDTH)).minimum > console.width
+    console.print(_table(_NARROW) if is_cut else table)
+    if is_cut:
+        console.print(f"\nA wider terminal or --json also shows: {', '.join(left_out)}.")
     console.print("\nOther causal language models use transformers, if it lets Midstream replace their attention.")
     return 0
+
+
+def _table(headings: tuple[str, ...]) -> Table:
+    """Return a table of the columns with these headings."""
+    table = Table(*headings, box=None)
+    for row in rows():
+        cells = dict(zip(HEADINGS, row, strict=True))
+        table.add_row(*(cells[heading] for heading in headings))
+    return table

@@ -21,6 +21,7 @@ from midstream.cli.pace import Pace
 from midstream.cli.run_dir import ProcessPhase, ProcessState, RunState
 from midstream.cli.status import ProcessStatus, _table
 from midstream.config import RouterConfig, SchedulerConfig, parse_config
+from midstream.model.families import SERVED_FAMILIES
 
 
 def test_fast_responses_are_printed_line_by_line() -> None:
@@ -138,6 +139,19 @@ def test_characters_that_the_terminal_lacks_are_replaced() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
     assert done.stdout.endswith(b"\ncaf?\n")
+
+
+@pytest.mark.parametrize(("width", "has_all_columns"), [(80, False), (160, True)])
+def test_no_word_about_the_models_is_cut(
+    width: int, has_all_columns: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setenv("COLUMNS", str(width))
+    main(["models"])
+    printed = capsys.readouterr().out
+    assert all(name in printed for family in SERVED_FAMILIES for name in family.types)
+    assert ("safetensors" in printed) == has_all_columns
+    assert "…" not in printed
 
 
 @pytest.mark.parametrize("config", [RouterConfig, SchedulerConfig])
