@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import kernels.build
+from kernels import build as build_module
 from kernels.build import ISA_NEEDS, build, builds_for
 from kernels.cpu import Library, load_library, loading
 from kernels.cpu.self_check import find_difference
@@ -49,10 +49,10 @@ def test_a_build_with_wrong_results_is_skipped(avx512_path: Path, monkeypatch: p
 def test_a_compilation_is_announced_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kernels.build, "library_path", lambda isa, flags: tmp_path / "midstream-avx2-0.so")
-    monkeypatch.setattr(kernels.build, "_compile", lambda compiler, isa, flags, target: target.touch())
+    monkeypatch.setattr(build_module, "library_path", lambda isa, flags: tmp_path / "midstream-avx2-0.so")
+    monkeypatch.setattr(build_module, "_compile", lambda compiler, isa, flags, target: target.touch())
     monkeypatch.setenv("CXX", "c++")
-    with caplog.at_level("INFO", "kernels.build"):
+    with caplog.at_level("INFO", build_module.logger.name):
         build("avx2")
         build("avx2")
     assert [record.message for record in caplog.records] == ["compiling the avx2 kernels once, for a minute or more"]
