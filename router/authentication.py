@@ -354,7 +354,7 @@ class Authenticator:
                 raise UnauthenticatedError("authorization must be `Bearer TOKEN`")
             caller = self._tokens.caller_of(token.strip())
             if caller is None:
-                raise UnauthenticatedError("unknown token")
+                raise UnauthenticatedError("unknown API key or token; check it, or ask the operator for one")
             return caller
         name = next(iter(certificate.common_names), "") if self._by_certificate else ""
         if self._by_certificate and (name or not is_anonymous_enough):

@@ -154,7 +154,7 @@ def _memory(model: str) -> Finding:
     if not is_hub_name(model):
         with contextlib.suppress(MidstreamError, OSError):  # the model check reports the error
             wanted += sum(file.stat().st_size for file in open_model_folder(model).weight_files)
-    text = f"{available / _GIB:.1f} GiB free; the services and the weights need about {wanted / _GIB:.1f}"
+    text = f"{available / _GIB:.1f} GiB free; the services and the weights need about {wanted / _GIB:.1f} GiB"
     if available < wanted:
         return Finding(
             "memory", Verdict.FAULT, text, "free memory, raise the container's limit, or use a smaller model"

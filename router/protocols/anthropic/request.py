@@ -302,7 +302,7 @@ def _conversation(body: Body, reading: _Reading) -> None:
     for message in body.objects("messages"):
         _message(message, reading)
     if not any(turn.role == "user" for turn in reading.turns):
-        raise InvalidArgumentError("must have a user turn", field="messages")
+        raise InvalidArgumentError("must have a user message with content", field="messages")
     reading.mark(body)
 
 
