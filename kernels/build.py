@@ -9,7 +9,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -98,28 +97,28 @@ def build(isa: str, extra_flags: tuple[str, ...] = ()) -> Path:
     if compiler is None:
         raise BuildError("no C++ compiler (g++ or clang++) is installed")
     target.parent.mkdir(parents=True, exist_ok=True)
-    # If several processes start, one compiles and the others wait for it.
+    # If several processes start, one compiles and the others wait for it. The compiler holds the lock too: if the
+    # process that started it is killed, the next one uses its result instead of compiling at the same time.
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             logger.info("compiling the %s kernels once, for a minute or more", isa)
-            _compile(compiler, isa, extra_flags, target)
+            _compile(compiler, isa, extra_flags, target, lock.fileno())
     return target
 
 
-def _compile(compiler: str, isa: str, extra_flags: tuple[str, ...], target: Path) -> None:
+def _compile(compiler: str, isa: str, extra_flags: tuple[str, ...], target: Path, lock: int) -> None:
+    program = compiler.split()
+    if shutil.which(program[0]) is None:
+        raise BuildError(f"cannot run {compiler}: no such program")
     sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        # The rename makes the library visible only once it is complete.
-        made = Path(scratch) / target.name
-        command = [*compiler.split(), *FLAGS, *ISA_FLAGS[isa], *extra_flags, *sources, "-o", str(made)]
-        try:
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
-        except OSError as error:
-            raise BuildError(f"cannot run {compiler}: {error.strerror}") from error
-        if result.returncode != 0:
-            raise BuildError(f"{compiler} failed for {isa}: {result.stderr.strip()[-2000:]}")
-        made.replace(target)
+    # The rename makes the library visible only once it is complete.
+    script = 'made=$1 target=$2; shift 2; "$@" -o "$made" && mv "$made" "$target"'
+    made = str(target.with_suffix(".partial"))
+    command = ["sh", "-c", script, "sh", made, str(target), *program, *FLAGS, *ISA_FLAGS[isa], *extra_flags, *sources]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, pass_fds=[lock])
+    if result.returncode != 0:
+        raise BuildError(f"{compiler} failed for {isa}: {result.stderr.strip()[-2000:]}")
 
 
 def _build_dir() -> Path:

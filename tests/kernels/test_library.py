@@ -1,6 +1,8 @@
 """Selection and self-check of the CPU kernel builds."""
 
+import os
 import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,12 +52,41 @@ def test_a_compilation_is_announced_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(build_module, "library_path", lambda isa, flags: tmp_path / "midstream-avx2-0.so")
-    monkeypatch.setattr(build_module, "_compile", lambda compiler, isa, flags, target: target.touch())
+    monkeypatch.setattr(build_module, "_compile", lambda *arguments: arguments[3].touch())
     monkeypatch.setenv("CXX", "c++")
     with caplog.at_level("INFO", build_module.logger.name):
         build("avx2")
         build("avx2")
     assert [record.message for record in caplog.records] == ["compiling the avx2 kernels once, for a minute or more"]
+
+
+def test_the_compilation_of_a_process_that_was_killed_is_used_by_the_next(tmp_path: Path) -> None:
+    calls, go_on = tmp_path / "calls", tmp_path / "go_on"
+    os.mkfifo(calls)
+    os.mkfifo(go_on)
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        f'#!/bin/sh\necho x > {calls}\nread line < {go_on}\nwhile [ "$1" != -o ]; do shift; done\necho y > "$2"\n'
+    )
+    compiler.chmod(0o700)
+    program = (
+        "import pathlib; from kernels import build as module; "
+        f"module.library_path = lambda isa, flags: pathlib.Path({str(tmp_path)!r}, 'midstream-avx2-0.so'); "
+        "print(module.build('avx2').read_text())"
+    )
+
+    def start() -> subprocess.Popen[str]:
+        environment = {**os.environ, "CXX": str(compiler)}
+        return subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+
+    first = start()
+    assert calls.read_text() == "x\n"
+    first.kill()
+    first.communicate()
+    # A second call of the compiler would wait for a reader of its fifo.
+    second = start()
+    go_on.write_text("\n")
+    assert second.communicate(timeout=60)[0].strip() == "y"
 
 
 @pytest.mark.parametrize(("name", "found"), [("pack", "linear layer"), ("decoder_forward", "decoder")])
