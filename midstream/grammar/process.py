@@ -7,12 +7,15 @@ import os
 import select
 import socket
 import subprocess
+from typing import TYPE_CHECKING
 
 from midstream.grammar.messages import READY, Guide
 from midstream.model.folder import ModelFolder
 from midstream.python_process import python_command, python_environment
 from midstream.socket_messages import receive, send
-from protos import generation_pb2 as pb
+
+if TYPE_CHECKING:
+    from protos import generation_pb2
 
 _MEMORY_BYTES = 2 << 30
 LIMIT_S = 2.0
@@ -26,9 +29,11 @@ def is_available() -> bool:
     return importlib.util.find_spec("llguidance") is not None
 
 
-def guide_of(config: pb.GuidedDecodingConfig) -> Guide:
+def guide_of(config: generation_pb2.GuidedDecodingConfig) -> Guide:
     """Return the guide of a request."""
-    kind = pb.GuideType.Name(config.guide_type).removeprefix("GUIDE_TYPE_").lower()
+    from protos import generation_pb2  # here, because workers also run where protobuf is not installed
+
+    kind = generation_pb2.GuideType.Name(config.guide_type).removeprefix("GUIDE_TYPE_").lower()
     return Guide("ebnf" if kind == "ebnf_grammar" else kind, config.guide)
 
 
