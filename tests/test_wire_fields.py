@@ -37,6 +37,10 @@ ALLOWED: dict[tuple[str, str] | str, str] = {
     "RouterStatus": "the scheduler passes it unchanged to the other routers",
     "ClientUsage": "a part of RouterStatus",
     "UsageInterval": "a part of RouterStatus",
+    **dict.fromkeys(
+        ("CountsSinceStart", "JournalAdapter", "JournalFinish", "LoraInfo", "Register"),
+        "a dataclass with the same fields is copied to or from it by their names",
+    ),
 }
 
 _MUTATORS = {"CopyFrom", "MergeFrom", "SetInParent", "add", "append", "extend", "insert", "update", "get_or_create"}
