@@ -190,7 +190,7 @@ def paged_attention(
     }
 
     def tensors(unused: Tensor) -> tuple[Tensor, ...]:
-        """Return the first arguments; `unused` is passed in place of tensors that are missing and not read."""
+        """Return the kernel's tensor arguments; `unused` is a placeholder for optional tensors, which is not read."""
         k_scale, v_scale = (scales.keys, scales.values) if scales else (unused, unused)
         return q, k_cache, v_cache, k_scale, v_scale, unused if sinks is None else sinks, out
 

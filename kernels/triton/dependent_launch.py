@@ -1,10 +1,10 @@
 """Programmatic dependent launch: a kernel's programs are scheduled while those of the previous kernel are still
 finishing.
 
-This requires compute capability 9.0. A kernel that is launched with `options` must call `begin` before it accesses
-memory: `begin` waits until the previous kernel is complete and its results are visible, and allows the next one to be
-scheduled. Since every such kernel waits, all earlier kernels are complete as well. Kernels of other libraries in
-between are launched as usual.
+This requires compute capability 9.0 or later. A kernel that is launched with `options` must call `begin` before it
+accesses memory: `begin` waits until the previous kernel is complete and its results are visible, and allows the next
+one to be scheduled. Since every such kernel waits, all earlier kernels are complete as well. Kernels of other libraries
+in between are launched as usual.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def _check_vocabulary(engine: Path, tokenizer: Path) -> None:
         contents = json.loads(read_tokenizer(tokenizer / "tokenizer.json"))
         largest = max(_token_ids(contents), default=-1)
         fits = largest < vocab_size
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"cannot read the model and its tokenizer: {error}", field="tokenizer_dir") from None
     if not fits:
         raise InvalidArgumentError(f"has token id {largest}; the model has {vocab_size} tokens", field="tokenizer_dir")

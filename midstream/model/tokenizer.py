@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,11 +34,8 @@ class Tokenizer:
         file = path / "tokenizer.json"
         try:
             text = read_tokenizer(file)
-            check_tokenizer(file, text)
+            self.decoder: dict[str, Any] = check_tokenizer(file, text).get("decoder") or {}
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
-            self.decoder: dict[str, Any] = json.loads(text).get("decoder") or {}
-        except FileNotFoundError:
-            raise ConfigError(f"the model folder {path} lacks tokenizer.json", field="model") from None
         except ConfigError:
             raise
         except Exception as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from midstream.errors import ConfigError
+from midstream.model.tokenizer_file import read_tokenizer
 from midstream.python_process import python_command, python_environment
 
 # Maximum number of characters that normalizers may produce from one character; no tokenizer in use exceeds four.
@@ -24,9 +25,9 @@ _MEMORY_BYTES, _CPU_S, _WALL_S = 2 << 30, 15, 60
 _PROBE_CHARACTERS = 4096
 
 
-def check_tokenizer(file: Path, text: str) -> None:
-    """Raise an error if loading or using the tokenizer.json `text`, which is the contents of `file`, could end this
-    process.
+def check_tokenizer(file: Path, text: str) -> dict[str, Any]:
+    """Return the fields of the tokenizer `text`, which was read from `file`; raise an error if loading or using it
+    could end this process.
 
     Raises:
         ConfigError: The tokenizer is too large, expands text without bound, or fails in its own process.
@@ -34,7 +35,7 @@ def check_tokenizer(file: Path, text: str) -> None:
     """
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{file} is larger than {MAX_BYTES >> 20} MiB", field="model")
-    fields = json.loads(text)
+    fields: dict[str, Any] = json.loads(text)
     steps = [step for part in ("normalizer", "pre_tokenizer", "decoder") for step in _steps(fields.get(part))]
     for part in ("normalizer", "decoder"):
         expansion = 1
@@ -52,7 +53,7 @@ def check_tokenizer(file: Path, text: str) -> None:
         )
     # Byte-level tokenizers without a normalizer are known to be safe; not trying them makes starts faster.
     if fields.get("normalizer") is None and not any("pattern" in step for step in steps):
-        return
+        return fields
     command = python_command("midstream.model.tokenizer_check", str(file))
     try:
         done = subprocess.run(
@@ -71,6 +72,7 @@ def check_tokenizer(file: Path, text: str) -> None:
     if done.returncode > 0:
         reason = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no reason"]
         raise ConfigError(f"{file} is not a tokenizer: {reason[0][:500]}", field="model")
+    return fields
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
@@ -95,7 +97,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    text = Path(sys.argv[1]).read_text(encoding="utf-8")
+    text = read_tokenizer(Path(sys.argv[1]))
     tokenizer = tokenizers.Tokenizer.from_str(text)
     fields = json.loads(text)
     patterns = json.dumps([fields.get("normalizer"), fields.get("pre_tokenizer")], ensure_ascii=False)

@@ -25,23 +25,24 @@ def read_tokenizer(file: Path) -> str:
     """Return the contents of a tokenizer.json, completed with the tokenizer_config.json next to it.
 
     Raises:
-        FileNotFoundError: The file does not exist.
-        ConfigError: tokenizer_config.json is invalid.
-        ValueError: The file is not JSON.
+        ConfigError: The file is missing, or one of the two is damaged.
     """
-    text = file.read_text(encoding="utf-8")
-    config = read_json(file.with_name("tokenizer_config.json"), optional=True)
-    fields = json.loads(text)
-    return json.dumps(fields, ensure_ascii=False) if _add_tokens(file.parent, fields, config) else text
+    fields = read_json(file)
+    if _add_tokens(file.parent, fields):
+        return json.dumps(fields, ensure_ascii=False)
+    return file.read_text(encoding="utf-8")
 
 
 def special_tokens(folder: Path) -> dict[str, str | None]:
     """Return the special tokens that the tokenizer's files name; None for those that it declares not to have."""
-    return {name: _content(value) for name, value in _named_tokens(folder).items()}
+    return {name: _content(value) for name, value in _named_tokens(folder, _config(folder)).items()}
 
 
-def _named_tokens(folder: Path) -> _Json:
-    config = read_json(folder / "tokenizer_config.json", optional=True)
+def _config(folder: Path) -> _Json:
+    return read_json(folder / "tokenizer_config.json", optional=True)
+
+
+def _named_tokens(folder: Path, config: _Json) -> _Json:
     # Older files; newer ones list all tokens in tokenizer_config.json.
     older = {} if "added_tokens_decoder" in config else read_json(folder / "special_tokens_map.json", optional=True)
     return {name: value for name, value in {**config, **older}.items() if name in _SPECIAL_TOKENS}
@@ -52,17 +53,18 @@ def _content(value: object) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _add_tokens(folder: Path, fields: _Json, config: _Json) -> bool:
+def _add_tokens(folder: Path, fields: _Json) -> bool:
     """Add the missing tokens to `fields`; return whether there are any."""
+    config = _config(folder)
     added = [token for token in fields.get("added_tokens") or [] if isinstance(token, dict)]
-    named = _named_tokens(folder)
+    named = _named_tokens(folder, config)
     names = {_content(value) for value in named.values()}
     known = {token.get("content"): token for token in added}
     missing = [
         token for token in _listed_tokens(folder, config) if token.items() - known.get(token["content"], {}).items()
     ]
     listed = {token["content"] for token in missing} | known.keys()
-    missing += [token for token in _special_tokens(config, named) if token["content"] not in listed]
+    missing += [token for token in _special_tokens(folder, config, named) if token["content"] not in listed]
     if not missing:
         return False
     ids = _ids(fields)
@@ -79,13 +81,14 @@ def _listed_tokens(folder: Path, config: _Json) -> list[_Json]:
     listed = config.get("added_tokens_decoder") or {}
     try:
         tokens = [token for _, token in sorted(listed.items(), key=lambda item: int(item[0]))]
-        return [_token(token["content"], token) for token in tokens]
+        contents = [(token["content"], token) for token in tokens]
     except (AttributeError, KeyError, TypeError, ValueError):
         file = folder / "tokenizer_config.json"
         raise ConfigError(f"{file}: added_tokens_decoder does not contain tokens by id", field="model") from None
+    return [_token(folder, "added_tokens_decoder", content, flags) for content, flags in contents]
 
 
-def _special_tokens(config: _Json, named: _Json) -> Iterator[_Json]:
+def _special_tokens(folder: Path, config: _Json, named: _Json) -> Iterator[_Json]:
     """Yield the special tokens that the files name."""
     values = list(named.values())
     for name in _MORE_SPECIAL:
@@ -93,13 +96,14 @@ def _special_tokens(config: _Json, named: _Json) -> Iterator[_Json]:
         values += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
     for value in values:
         if content := _content(value):
-            yield _token(content, value if isinstance(value, dict) else {"special": True})
+            yield _token(folder, "the special tokens", content, value if isinstance(value, dict) else {"special": True})
 
 
-def _token(content: str, flags: _Json) -> _Json:
+def _token(folder: Path, place: str, content: object, flags: _Json) -> _Json:
     token = {"content": content, **{name: flags.get(name, False) for name in _FLAGS}}
     if not isinstance(content, str) or not all(isinstance(token[name], bool) for name in _FLAGS):
-        raise ValueError(token)
+        file = folder / "tokenizer_config.json"
+        raise ConfigError(f"{file}: {place} must not contain {str(token)[:200]}", field="model")
     return token
 
 
