@@ -11,21 +11,22 @@ PROTO_OUT := .
 demo: $(VENV)/.ready
 	@$(BIN)/midstream demo
 
-# The same while parts are killed one after the other; fails unless every answer is identical to one without kills.
+# The same demo while processes are killed in turn; fails unless every answer is identical to that of a run without
+# kills.
 demo-kill: $(VENV)/.ready
 	@$(BIN)/midstream demo --kill
 
 # Tests spend part of their time waiting, so there are more processes than processors, and the checks, mostly mypy in one
-# process, run beside them. tests/conftest.py decides what stays together, and in which order it is handed out. With
-# PYTHONDONTWRITEBYTECODE set, every process that a test starts would compile our sources again.
-# The tests' own kernels are compiled while pip, which takes one processor, installs the environment.
+# process, run beside them. tests/conftest.py decides which tests run in the same process, and in which order they are
+# distributed. PYTHONDONTWRITEBYTECODE is cleared, since with it every process that a test starts would compile our
+# sources again. The tests' own kernels are compiled while pip, which takes one processor, installs the environment.
 test:
 	@$(MAKE) -s -j2 $(VENV)/.ready $(PROTO_BIN)/protoc-gen-mypy_grpc test-kernels
 	@log=$$(mktemp); $(MAKE) -s check-others > $$log 2>&1 & check=$$!; \
 		PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses $$(($$(nproc) * 2)) --dist loadscope --no-loadscope-reorder; \
 		status=$$?; wait $$check || { cat $$log; status=1; }; rm $$log; exit $$status
 
-# Without a compiler, the tests of these kernels say so.
+# A failure is ignored here: without a compiler, the tests of these kernels report it.
 test-kernels:
 	-@$(PYTHON) -m tests.kernels.builds
 
@@ -48,7 +49,8 @@ protos: $(PROTO_BIN)/protoc-gen-mypy_grpc
 	@PATH=$(CURDIR)/$(PROTO_BIN):$$PATH $(PROTO_BIN)/python -W ignore -m grpc_tools.protoc -I. --grpc_python_out=$(PROTO_OUT) --mypy_grpc_out=quiet:$(PROTO_OUT) \
 		protos/service.proto protos/scheduler.proto protos/detokenizer.proto protos/kserve.proto protos/openengine.proto
 
-# build/site: docs/ as a site, by mkdocs-material in an environment of its own. tests/test_docs.py checks the links.
+# Builds a site from docs/ in build/site, with mkdocs-material in a separate environment. tests/test_docs.py checks the
+# links.
 docs: .venv-docs/bin/mkdocs
 	@.venv-docs/bin/mkdocs build --quiet --strict && echo build/site/index.html
 
@@ -57,21 +59,21 @@ bench: $(VENV)/.ready
 	@$(BIN)/midstream up --detach --port 0 --http-port 0 --run-dir .run/bench && trap '$(BIN)/midstream down --run-dir .run/bench' EXIT \
 		&& $(BIN)/midstream bench --run-dir .run/bench
 
-# Installs other engines (10 GB, .venv-peers), runs them and ours by turns for an hour (QUICK=1: ten minutes, less exact), and
-# writes docs/benchmarks.md.
+# Installs other engines (10 GB, .venv-peers), runs them and Midstream in turn for an hour (QUICK=1: ten minutes, less
+# exact), and writes docs/benchmarks.md.
 bench-peers: $(VENV)/.ready
 	@$(BIN)/python -m benchmarks.peers --docs docs $(if $(QUICK),--quick)
 
-# dist/midstream-VERSION-py3-none-manylinux_*.whl: one package, with the CPU kernels of every instruction set.
+# Builds dist/midstream-VERSION-py3-none-manylinux_*.whl: one package, with the CPU kernels of every instruction set.
 wheel: $(VENV)/.ready $(WHEEL_BIN)/auditwheel
 	@rm -rf build dist && MIDSTREAM_WHEEL_KERNELS=1 $(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist/raw .
 	@PATH=$(CURDIR)/$(WHEEL_BIN):$$PATH auditwheel repair --wheel-dir dist dist/raw/*.whl 2>/dev/null && rm -rf build dist/raw && ls dist
 
-# Installs the wheel, and nothing of this checkout, in an environment of its own, and runs tests/integration there.
+# Installs the wheel in a separate environment without this checkout, and runs tests/integration there.
 test-wheel: wheel
 	@$(BIN)/python -m tests.wheel
 
-# Deployment: docs/operations.md says what these need beyond Python.
+# Deployment: docs/operations.md lists what these targets need beyond Python.
 images:
 	@deploy/containers/build.sh
 
@@ -81,7 +83,8 @@ check-manifests: .venv-manifests/bin/checkov
 e2e-containers: $(VENV)/.ready
 	@$(BIN)/pytest -q tests/deploy/e2e/e2e_containers.py tests/deploy/e2e/e2e_metrics.py
 
-# The dashboard in a browser: needs Debian's chromium and chromium-driver. PICTURES=docs/images makes the docs' pictures.
+# Tests the dashboard in a browser; needs Debian's chromium and chromium-driver. With PICTURES=docs/images, takes the
+# screenshots for the documentation.
 e2e-dashboard: $(VENV)/.ready
 	@$(BIN)/pytest -q tests/dashboard/e2e_dashboard.py
 
@@ -92,7 +95,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard kernels/csrc/*)
 	@$(PYTHON) -m midstream.setup_env --venv $(VENV)
 	@touch $@
 
-# Generated code asks at run time for at least the protobuf and gRPC of its generator: these are the oldest supported.
+# At run time, generated code requires at least the protobuf and gRPC versions of its generator, so these are the oldest
+# supported ones.
 $(PROTO_BIN)/protoc-gen-mypy_grpc:
 	@$(PYTHON) -m venv .venv-protos
 	@$(PROTO_BIN)/pip install -q --disable-pip-version-check grpcio-tools==1.71.2 mypy-protobuf==3.6.0 'setuptools<80' 2>/dev/null

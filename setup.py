@@ -46,7 +46,7 @@ class BuildPackages(build_py):
     """Copies packages, rewrites their imports, and compiles the kernels if the wheel is to contain them."""
 
     def run(self):
-        """Build."""
+        """Build the packages; an editable installation uses the checkout as it is."""
         super().run()
         if self.editable_mode:
             return
@@ -64,19 +64,19 @@ class BuildPackages(build_py):
 
 
 class WheelOfAnyPython(bdist_wheel):
-    """The kernels are called through ctypes, so they depend on the platform but not on the version of Python."""
+    """A wheel for any version of Python: the kernels are called through ctypes, so they depend only on the platform."""
 
     def get_tag(self):
-        """Return the wheel's tags."""
+        """Return tags for any version of Python 3 on this platform."""
         _, _, platform = super().get_tag()
         return ("py3", "none", platform)
 
 
 class PlatformDistribution(Distribution):
-    """A distribution that contains machine code."""
+    """A distribution that may contain machine code."""
 
     def has_ext_modules(self):
-        """Return whether there is machine code."""
+        """Return whether the wheel contains compiled kernels."""
         return HAS_KERNELS
 
 

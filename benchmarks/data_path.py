@@ -2,10 +2,10 @@
 single,fake] [--rounds 5]`.
 
 Starts the services of this checkout, and of the one at PATH (with its own .venv), and sends the same load to each in
-turn. Prints the best and the median of the rounds, and the median of the ratios taken within a round. Per token, it
-prints CPU time in microseconds, and how often a component's threads went to sleep; next to these, the share of CPU time
-in the kernel. The load comes from `benchmarks/load/client.cpp`, which is compiled here (needs g++) and takes a few
-microseconds per message.
+turn. Prints the best and the median of the rounds, and the median of the ratios within a round. For each component, it
+prints the CPU time per token in microseconds, the share of this time that is spent in the kernel, and the number of
+times per token that its threads went to sleep. The load comes from `benchmarks/load/client.cpp`, which is compiled here
+(needs g++) and takes a few microseconds per message.
 
 Rows:
     single    one stream of the embedded model at a time, 128 tokens in and 128 out, compared with the same worker in
@@ -122,7 +122,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Counted:
-    """The kernel's counters for each component: ticks in user and in kernel mode, and voluntary switches."""
+    """The kernel's counters for each component: ticks in user and in kernel mode, and voluntary context switches."""
 
     parts: dict[str, tuple[int, int, int]]
     pids: dict[str, int]
@@ -142,7 +142,9 @@ class Counted:
         return cls(parts, pids)
 
     def until_now(self, num_tokens: float) -> Figures:
-        """Return each component's share of CPU time in the kernel, and its switches per token, since this snapshot."""
+        """Return each component's share of CPU time in the kernel and its context switches per token, both since this
+        snapshot.
+        """
         figures: Figures = {}
         for name, after in Counted.of(self.pids).parts.items():
             user, kernel, switches = (now - then for now, then in zip(after, self.parts[name], strict=True))
@@ -287,8 +289,8 @@ def _wait_until_served(http_port: int, popens: dict[str, subprocess.Popen[bytes]
 
 
 def measure(name: str, checkouts: Sequence[Checkout], client: Path, rounds: int, folder: Path) -> list[list[Figures]]:
-    """Return figures by checkout and round; the checkouts are measured in turn. If the worker is real, it runs the same
-    load without services just before and after; the ratio is relative to the mean of both.
+    """Return figures by checkout and round; the checkouts are measured in turn. With a real worker, the same load also
+    runs in an engine without services just before and after; `engine_ratio` is relative to the mean of these two runs.
     """
     row = ROWS[name]
     results: list[list[Figures]] = [[] for _ in checkouts]

@@ -76,8 +76,8 @@ def start(runner: ModelRunner, batch_size: int) -> None:
 
 
 def measure(runner: ModelRunner, timed: ForwardTime, batch_size: int) -> tuple[float, float, float]:
-    """Return the milliseconds of a whole step, the ratio of the whole steps, and the ratio of the CPU time outside the
-    forward pass.
+    """Return the milliseconds of a step without feature code, the ratio of a step with feature code to it, and this
+    ratio computed from the CPU time that feature code adds outside the forward pass.
     """
     start(runner, batch_size)
     batch = runner._batch

@@ -4,8 +4,8 @@ dequantized values in float32, and as a worker with default settings computes it
 `python -m benchmarks.format_perplexity` rounds the matrices of the embedded model's linear layers to the nearest level
 of each format. Checkpoints are made as in tests/gpu_worker/quantized_models.py; GGUF files by the `gguf` package, whose
 values transformers reads. For the K types, which `gguf` cannot write, scales are chosen from each block's range; as in
-llama.cpp, matrices whose rows are not multiples of 256 have another type (for Q3_K it has IQ4_NL, which `gguf` cannot
-write either: Q4_0 takes its place).
+llama.cpp, matrices whose rows are not multiples of 256 have another type (for Q3_K, llama.cpp uses IQ4_NL, which `gguf`
+cannot write either, so Q4_0 is used here).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.gpu_worker.quantized_models import SCHEMES, quantize_model
 
 _UNCHANGED = "unchanged"
 NUM_WINDOWS = 4  # 2,048 tokens
-# GGUF types, and those of matrices whose rows are not multiples of 256.
+# GGUF type of most matrices, and that of matrices whose rows are not multiples of 256.
 GGUF_TYPES = {
     "GGUF Q4_0": (Type.Q4_0, Type.Q4_0),
     "GGUF Q4_1": (Type.Q4_1, Type.Q4_1),
@@ -60,7 +60,9 @@ def _halves(values: Floats) -> Bytes:
 
 
 def _scales_and_minimums(rows: Floats, most: int) -> tuple[Bytes, Bytes]:
-    """Return the scales and minimums of blocks [N, 256] as Q4_K and Q5_K store them, and the levels [N, 8, 32]."""
+    """Return the scales and minimums of blocks [N, 256] in the form in which Q4_K and Q5_K store them, and the levels
+    [N, 8, 32].
+    """
     parts = rows.reshape(-1, 8, 32)
     low, high = np.minimum(parts.min(-1), 0), np.maximum(parts.max(-1), 0)
     steps = (high - low) / most
@@ -168,7 +170,9 @@ def nominal(model: Any, pieces: list[Tensor]) -> float:
 
 
 def _measure(name: str, source: ModelFolder, original: Any, pieces: list[Tensor]) -> tuple[float, float]:
-    """Return the nominal perplexity of a format, and that of a worker; `original` is the model in transformers."""
+    """Return the perplexity of a format as transformers computes it, and that of a worker; `original` is the unchanged
+    model in transformers.
+    """
     if name == _UNCHANGED:
         return nominal(original, pieces), perplexity(source, pieces)
     with tempfile.TemporaryDirectory() as made:

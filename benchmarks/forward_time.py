@@ -10,7 +10,7 @@ from gpu_worker.model_runner import ModelRunner
 
 
 class ForwardTime:
-    """Count the CPU time of a decoder's forward passes on this thread."""
+    """Measures the CPU time of a decoder's forward passes on the calling thread."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.seconds = 0.0

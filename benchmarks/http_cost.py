@@ -72,7 +72,7 @@ class Prompt:
     Attributes:
         words: The only message of the chat.
         text: The rendered chat.
-        ids: Its tokens.
+        ids: Token ids of the rendered chat.
     """
 
     words: str
@@ -81,20 +81,20 @@ class Prompt:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The chat."""
+        """The chat as a list of messages."""
         return [{"role": "user", "content": self.words}]
 
 
 # Matches the usage in an event.
 Usage = Callable[[dict[str, Any]], dict[str, int] | None]
-# A function that sends prompts with this many tokens to generate, reads all output, and returns the numbers of output
-# tokens.
+# A function that sends prompts to a service, each with the given number of tokens to generate, reads all output, and
+# returns the number of output tokens of each.
 Way = Callable[[Target, list[Prompt], int], Awaitable[list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of one protocol: the output rate, and the CPU time of each part and of the client in µs per token."""
+    """One run of one protocol: the output rate, and the CPU time of each component and the client in µs per token."""
 
     tokens_per_s: float
     scheduler_us: float
@@ -196,7 +196,7 @@ class Prompts:
     """
 
     def __init__(self, template: str, num_tokens: int) -> None:
-        """Measure the template; `template` is a rendered chat whose message is `_MESSAGE`.
+        """Count the tokens of `template`, which is a rendered chat whose message is `_MESSAGE`.
 
         Raises:
             ValueError: The template alone has more than `num_tokens` tokens.
@@ -238,7 +238,7 @@ async def timed(target: Target, way: Way, prompts: list[Prompt], max_tokens: int
     num_tokens = sum(await way(target, prompts, max_tokens))
     after = time.perf_counter(), *map(cpu_seconds, processes)
     if num_tokens != len(prompts) * max_tokens:
-        raise RuntimeError(f"{way.__name__}: {num_tokens} tokens of {len(prompts)} requests of {max_tokens} each")
+        raise RuntimeError(f"{way.__name__}: {num_tokens} tokens, not {max_tokens} for each of {len(prompts)} prompts")
     seconds, *parts, own = (b - a for a, b in zip(before, after, strict=True))
     cpu_us = {f"{part}_us": cpu / num_tokens * 1e6 for part, cpu in zip(target.processes, parts, strict=True)}
     return Run(num_tokens / seconds, **cpu_us, client_us=own / num_tokens * 1e6)

@@ -1,8 +1,8 @@
 """Measure how fast one thread multiplies packed weights: `python -m benchmarks.kernel_rates`.
 
-Each result is that of the fastest of many runs of less than a millisecond, so other work on the machine has little
-effect. A run includes the rounding of the input, but neither checks in Python nor the allocation of the output: a step
-of the engine has these once for all layers.
+Each result is the rate of the fastest of many runs of less than a millisecond, so other work on the machine has little
+effect. A run includes the rounding of the input, but neither checks in Python nor the allocation of the output, which a
+step of the engine does once for all layers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def compare(library: Library, arguments: argparse.Namespace) -> Table:
     layers = {
         item: PackedLinear(library, [random_blocks(item, *shape)], item, input_format=input_format) for item in formats
     }
-    table = Table(title=f"Rates against Q4_1's, {library.isa}, input as {arguments.compare}, [{shape[0]}, {shape[1]}]")
+    table = Table(title=f"Rates relative to Q4_1, {library.isa}, {arguments.compare} input, [{shape[0]}, {shape[1]}]")
     for column in ("format", *(f"{count} row{'s' * (count > 1)}" for count in arguments.num_rows)):
         table.add_column(column, justify="right")
     cells: dict[WeightFormat, list[str]] = {item: [] for item in formats}

@@ -1,8 +1,8 @@
-"""Measure how long a long prompt takes to come back from disk: `python -m benchmarks.kv_tiers`.
+"""Measure how long it takes to fetch the KV blocks of a long prompt from disk: `python -m benchmarks.kv_tiers`.
 
 Each round computes a new prompt, restarts the whole service, drops the files of the blocks from the page cache, and
-sends the same prompt again. Prints the times to the first token, and their median ratio; the rates at which the blocks
-were fetched, at which their files are read alone, and at which memory is copied. The outputs must be equal.
+sends the same prompt again. Prints the times to the first token and their median ratio, the rate at which the blocks
+were fetched, and for comparison the rates of only reading their files and of copying memory. The outputs must be equal.
 """
 
 from __future__ import annotations

@@ -1,23 +1,25 @@
-"""Predict the integer products of Q4_1 weights and 16-bit inputs on other processors with llvm-mca.
+"""Predict with llvm-mca how fast other processors multiply Q4_1 weights by 16-bit inputs in integer arithmetic.
 
 `python -m benchmarks.predicted_rates` disassembles the libraries of `python -m kernels.build`, extracts the loop over
-blocks of 32 weights of each tile of rows, and prints its cycles, its multiply-adds per cycle and their share of the
-peak, which is that of a loop of independent multiplies. It needs llvm-mca 19 (Debian package llvm-19) and objdump.
+blocks of 32 weights for each tile of rows, and prints its cycles, its multiply-adds per cycle and their share of the
+peak, which is the rate of a loop of independent multiplies. It needs llvm-mca 19 (Debian package llvm-19) and objdump.
 
-The prediction leaves out the rounding of inputs, unpacking weights into tiles (for pairs, and with 256 bits), writing
-the output, cache misses, what is between two loops, and the call. All loads take as long as from the L1 cache.
+The prediction excludes the rounding of inputs, the unpacking of weights into tiles (for pairs, and with 256-bit
+vectors), writing the output, cache misses, the code between loops, and the call. All loads are assumed to hit the L1
+cache.
 
 LLVM 19 has no model of Zen 5, and its model of Zen 4 contradicts measured rates in three places. Unless --unchanged is
 given, instructions are therefore replaced by others:
-- The model executes vpdpwssd and vpdpbusd in one unit; measured are two. They become vfmadd231ps, which the model
-  executes in both, with the same operands and latency.
-- In the model, reading a number into all lanes of a vector occupies a unit for shuffles. The measured rate of pairs
-  would be impossible then. It becomes a plain load.
-- The model executes shifts by a constant in the units for multiplies, but only if the operand is in a register; with an
-  operand in memory, or a variable number of bits, they use two others. With the former, the measured times of 1 to 64
-  rows would not be proportional to the predicted ones. They become shifts by a variable number of bits.
-- For znver5, LLVM uses the model of znver4, which has vector units of 256 bits; those of Zen 5 have 512. Registers
-  become half as wide.
+- The model executes vpdpwssd and vpdpbusd in one unit, but measurements show two. They are replaced by vfmadd231ps,
+  which the model executes in both units, with the same operands and latency.
+- In the model, loading a number into all lanes of a vector occupies a shuffle unit, which would make the measured rate
+  of pairs impossible. The instruction is replaced by a plain load.
+- The model executes shifts by a constant in the units for multiplies, but only if the operand is in a register; shifts
+  of an operand in memory, or by a variable number of bits, use two other units. If shifts used the units for
+  multiplies, the measured times of 1 to 64 rows would not be proportional to the predicted ones. They are replaced by
+  shifts by a variable number of bits.
+- For znver5, LLVM uses the model of znver4, which has vector units of 256 bits; those of Zen 5 have 512 bits. Registers
+  are therefore replaced by registers of half the width.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from rich.table import Table
 
 from kernels.build import build
 
-# Processors of each build. LLVM executes vpdpwssd in one unit of sapphirerapids, which has two, as icelake-server.
+# Processors of each build. LLVM's model of sapphirerapids executes vpdpwssd in only one unit, although the processor
+# has two, like icelake-server, which represents it here.
 PROCESSORS = {
     "avx512": ("znver4", "znver5", "icelake-server"),
     "avxvnni": ("alderlake",),
@@ -53,7 +56,7 @@ _FEWEST_TILE_ROWS = {"znver4": 16, "znver5": 24, "icelake-server": 8}
 
 
 class LoopError(Exception):
-    """A loop is not found in the library; the message says which."""
+    """A loop was not found in the library; the message describes it."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def _tiles(structure: Structure, num_rows: int, size: int) -> list[tuple[Structu
 
 
 def used_structures(isa: str) -> list[tuple[Structure, int]]:
-    """Return all structures of a build, each with each number of rows that it may have."""
+    """Return all structures of a build, each with every number of rows that it can have."""
     counts, processors = range(1, 48), PROCESSORS[isa]
     found = {item for rows in counts for processor in processors for item in structures(isa, rows, processor)}
     return sorted(found, key=lambda item: (item[0].name, item[1]))
@@ -122,7 +125,7 @@ def functions(library: Path) -> dict[str, list[tuple[int, str]]]:
     for line in text.splitlines():
         if header := re.fullmatch(r"[0-9a-f]+ <(.*)>:", line):
             name = re.sub(r"^void |midstream::|\(anonymous namespace\)::", "", header[1])
-            # Parameters are left out; templates have none that contain a parenthesis.
+            # Function parameters are left out; template parameters contain no parentheses.
             lines = found.setdefault(name.partition("(")[0], [])
         elif instruction := re.match(r"\s*([0-9a-f]+):\s+([^#<]*)", line):
             lines.append((int(instruction[1], 16), instruction[2].strip()))
@@ -206,7 +209,7 @@ def llvm_mca() -> str | None:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The cycles of an iteration, and those for which each unit is busy."""
+    """The number of cycles of an iteration, and for how many of them each unit is busy."""
 
     cycles: float
     units: dict[str, float]
@@ -219,7 +222,7 @@ class Prediction:
 
 
 def predict(instructions: Iterable[str], processor: str) -> Prediction:
-    """Return what llvm-mca predicts for a loop of these instructions."""
+    """Return the prediction of llvm-mca for a loop of these instructions."""
     path = llvm_mca()
     if path is None:
         raise SystemExit("llvm-mca 19 or later is not installed: apt-get install llvm-19")
@@ -230,7 +233,7 @@ def predict(instructions: Iterable[str], processor: str) -> Prediction:
     if total is None:
         raise SystemExit(f"llvm-mca failed for {processor}: {result.stderr.strip()[:2000]}")
     if processor == "znver5" and "- Zn4" not in result.stdout:
-        raise SystemExit(f"{path} has its own model of znver5, for which replaced() is wrong")
+        raise SystemExit(f"{path} has its own model of znver5; replaced() assumes that LLVM uses that of znver4")
     names = re.findall(r"^\[[\d.]+\]\s+- (?:Zn\d|[A-Z]+(?=Port))?(\w+)$", result.stdout, re.MULTILINE)
     pressure = re.search(r"Resource pressure per iteration:\n.*\n(.*)", result.stdout)
     cells = pressure[1].split() if pressure else []

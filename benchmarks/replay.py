@@ -1,4 +1,5 @@
-"""Measure how fast a recording replays: a simulation of a worker with 256 full rows is recorded and then replayed.
+"""Measure how fast a recording is replayed: a simulation of a worker with 256 occupied rows is recorded and then
+replayed.
 
 python -m benchmarks.replay
 """

@@ -90,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sizing", description=__doc__.splitlines()[0])
     add, model = parser.add_argument, CostModel()
     add("--request-rate", type=float, nargs="+", default=[5, 20, 40, 80, 160], help="Requests per second.")
-    add("--duration", type=float, default=30.0, help="Simulated seconds of each rate.")
+    add("--duration", type=float, default=30.0, help="Simulated seconds at each rate.")
     add("--num-blocks", type=int, default=8192, help="KV blocks of 16 tokens per worker.")
     add("--step-us", type=float, default=model.step_us, help="Fixed cost of a step in microseconds.")
     add(
@@ -105,8 +105,8 @@ def main() -> None:
         default=model.generation_row_us,
         help="Cost of a generating row in microseconds.",
     )
-    add("--first-token-ms", type=float, default=500.0, help="Target for the 95th percentile.")
-    add("--between-tokens-ms", type=float, default=50.0, help="Target for the 95th percentile.")
+    add("--first-token-ms", type=float, default=500.0, help="Target for the p95 time to first token.")
+    add("--between-tokens-ms", type=float, default=50.0, help="Target for the p95 time between tokens.")
     add("--router-us", type=float, default=46.0, help="CPU time per token in routers, in microseconds.")
     add("--scheduler-us", type=float, default=20.0, help="CPU time per token in the scheduler, in microseconds.")
     add("--detokenizer-us", type=float, default=11.0, help="CPU time per token in detokenizers, in microseconds.")

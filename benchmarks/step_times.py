@@ -2,7 +2,8 @@
 
 Each contender is a process that keeps its model loaded: this checkout, or others (`--against FOLDER`), each with every
 count of `--threads`. They run short rounds of each case in turn, so that other work on the machine affects all of them
-equally. Prints the best and the median time of a step, its CPU time by thread, and ratios to the first contender.
+equally. Prints the best and the median time of a step, its CPU time by thread, and ratios to the first checkout with
+the same number of threads.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def main() -> None:
         "--sampling", default='{"temperature": 0}', help="fields of SamplingParams as JSON [%(default)s]"
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.5, help="steps of a case per round")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds per case and round")
     arguments = parser.parse_args()
     values = {"kv": arguments.kv, "weights": arguments.weights, "activations": arguments.activations}
     folders = [*(path.resolve() for path in arguments.against), Path(__file__).parents[1]]
@@ -167,7 +168,7 @@ def main() -> None:
         for threads in arguments.threads
         for folder in folders
     ]
-    print(f"{'case':20}{'':24}{'best':>9}{'median':>9}  best and median ratio   processor ms a step by thread")
+    print(f"{'case':20}{'':24}{'best':>9}{'median':>9}  best and median ratio   processor ms per step by thread")
     for case in arguments.cases:
         rounds: list[list[tuple[list[float], dict[str, float]]]] = [[] for _ in contenders]
         for number in range(arguments.rounds):

@@ -1,7 +1,8 @@
 """The token feed: one stream per scheduler, which carries the tokens of all requests.
 
-1. A router attaches a request; the pool sends `attach` on the feed of its scheduler. If the router does not know it,
-   `attach` is sent on all feeds: the scheduler that has the request replies with `opened`, the others with an error.
+1. A router attaches a request; the pool sends `attach` on the feed of its scheduler. If the router does not know the
+   scheduler, `attach` is sent on all feeds: the scheduler that has the request replies with `opened`, the others with
+   an error.
 2. Tokens arrive in batches, each with all tokens since the previous batch; they are passed to the request's stream.
 3. When a stop word is found, `stop` is sent, and the scheduler ends the sequence as usual.
 4. When a feed breaks, it is reopened and its requests are attached again. Tokens are resent from the first one, and the
@@ -34,7 +35,7 @@ from protos.frames_pb2 import FramesOffer, OpenFramesRequest
 
 logger = logging.getLogger(__name__)
 
-# How long streams wait for an unreachable scheduler before they fail.
+# Time for which streams wait for an unreachable scheduler before they fail.
 _LOST_GRACE_S = 2.0
 # See FeedHello.
 _FEATURES = ("prompt_alone",)
@@ -197,7 +198,7 @@ class FeedPool:
             targets, field="schedulers", on_change=self._set_targets, get_epoch=partial(scheduler_epoch, settings)
         )
         self._on_detach = on_detach
-        self._waiting: dict[int, OutputStream] = {}  # attached, not claimed yet
+        self._waiting: dict[int, OutputStream] = {}  # attached, but not yet claimed by a scheduler
         self._held: dict[Pump, None] | None = None
 
     async def run(self) -> None:
@@ -207,14 +208,16 @@ class FeedPool:
             await asyncio.Event().wait()
 
     def wake_router(self, pump: Pump) -> None:
-        """Let a router's pump run soon; while routers are held, it runs when they are released."""
+        """Schedule a router's pump; while pumps are held, it runs when they are released."""
         if self._held is None:
             pump.wake()
         else:
             self._held[pump] = None
 
     def hold_routers(self) -> None:
-        """Hold the routers' pumps while tokens are read, so that they need no further iteration of the event loop."""
+        """Hold the routers' pumps while tokens are read; `release_routers` then runs them in the same iteration of the
+        event loop.
+        """
         if self._held is None:
             self._held = {}
 

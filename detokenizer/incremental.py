@@ -32,7 +32,7 @@ class TextDecoder(Protocol):
 
 
 class DecoderFactory(Protocol):
-    """Creates decoders, and holds the byte table that they share."""
+    """Creates decoders, and holds the tables that they share."""
 
     def open(self, *, skip_special_tokens: bool) -> TextDecoder:
         """Return a new decoder for one sequence."""

@@ -36,7 +36,7 @@ class OutputCursor:
         Args:
             extras: Extras of the tokens from `token_offset` on, all of which were received.
             token_offset: Index of the first of these tokens in the output.
-            from_token: Log probabilities of tokens before it are not delivered.
+            from_token: Log probabilities of tokens before this index are not delivered.
             end: Length of the output, if known.
         """
         log_probs = self._rows(extras.log_probs, token_offset, from_token, end) if extras.log_probs else None

@@ -19,7 +19,7 @@ class TextRules:
 
     Attributes:
         stop_ids: Tokens that end a sequence, including the model's end ids.
-        min_tokens: A stop word can end the sequence only once it has at least this many tokens.
+        min_tokens: A stop word can end the sequence only once the output has at least this many tokens.
         include_stop: Whether the text includes the stop word or stop token.
         prompt_ids: Tokens of the prompt, if the output begins with it.
     """
@@ -56,7 +56,7 @@ class SequenceText:
             self._decoder = decoders.open(skip_special_tokens=rules.skip_special_tokens)
         if rules.stop_words:
             self._scanner = StopWordScanner(rules.stop_words, keep_match=rules.include_stop)
-        self._held: int | None = None  # the last token, as long as it may be the end or stop token
+        self._held: int | None = None  # the last token, if it may turn out to be the end or stop token
         self.num_tokens = 0
         self.stop_at: int | None = None
         self.prompt_text = self._shown(self._decoder.decode(rules.prompt_ids) if self._decoder else "")

@@ -1,9 +1,10 @@
 """Finds stop words in text that arrives in pieces.
 
-The match that ends first wins; of several that end at the same place, the longest one wins. This depends only on the
-text, not on how it is split into tokens or chunks. An Aho-Corasick automaton has a constant cost per character, and its
-state determines exactly how much text to hold back: the longest suffix that is a prefix of a stop word. Its nodes are
-created when the text first reaches them, so the cost of a request is that of its text, not of its words.
+The match that ends first wins; among matches that end at the same position, the longest one wins. This depends only on
+the text, not on how it is split into tokens or chunks. An Aho-Corasick automaton has a constant cost per character, and
+its state determines exactly how much text to hold back: the longest suffix that is a prefix of a stop word. Its nodes
+are created when the text first reaches them, so the cost of a request depends on its text, not on the number and length
+of its stop words.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class _Node:
     Attributes:
         held: Length of its longest suffix that may still become a stop word.
         children: Next character -> node; None if the node has not been created.
-        word: The longest stop word that ends here; empty when none does.
+        word: The longest stop word that ends here; empty if there is none.
         fallback: Node of its longest proper suffix that is a prefix of a stop word; the root's is the root.
     """
 
@@ -36,7 +37,7 @@ class _Node:
         self.held: int = depth if self.children else self.fallback.held
 
     def next(self, character: str) -> _Node:
-        """Return the node of the longest suffix of this prefix and `character`."""
+        """Return the next node: the longest suffix of this prefix plus `character` that is a prefix of a stop word."""
         node = self
         while character not in node.children:
             if node is node.fallback:

@@ -2,7 +2,8 @@
 
 A stream reads its request's tokens from the first one, because the decoder's state depends on all of them, and delivers
 the output from the router's offset on. Ready output is held in one chunk per sequence, which grows while the router is
-slow, so no queue is needed. Duplicate tokens (the scheduler restarted, the feed was reopened) are dropped here.
+slow, so no queue is needed. Tokens that are sent again, because the scheduler restarted or the feed was reopened, are
+dropped here.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class OutputStream:
     Attributes:
         number: The number assigned by the router.
         scheduler: Address of the scheduler that has the request; empty if unknown.
-        feed_number: The number that identifies it on the feeds.
-        is_done: Whether all output was delivered or the stream failed.
+        feed_number: The number that identifies the stream on the feeds.
+        is_done: Whether all output was delivered; stays false if the stream fails.
         attached_ns: Creation time in Unix nanoseconds.
         first_output_ns: Time of the first delivered output in Unix nanoseconds; 0 before that.
     """
@@ -114,7 +115,7 @@ class OutputStream:
         return self._opened is not None
 
     def open(self, opened: Opened) -> None:
-        """Handle the feed's `opened` message; after a reconnect all output is sent again."""
+        """Handle the feed's `opened` message; after a reconnect, the feed sends all output again."""
         if self._opened is not None:
             for sequence in self._sequences:
                 sequence.outputs.reopen()
@@ -170,7 +171,9 @@ class OutputStream:
             self._show(sequence.pending, has_ended=False)
 
     def _send_lost_stop(self, upstream: Upstream, sequence_index: int, sequence: _Sequence, num_resent: int) -> None:
-        """Send a sequence's stop again once the tokens up to it were resent: the scheduler ignores an earlier one."""
+        """Send a sequence's stop again once the tokens up to it have been resent, since the scheduler ignores an
+        earlier stop.
+        """
         text = sequence.text
         if sequence.is_stop_due and text.stop_at is not None and num_resent >= text.stop_at:
             sequence.is_stop_due = False
@@ -191,7 +194,8 @@ class OutputStream:
             # The token of these outputs arrives with the next batch, and may follow a stop word.
             sequence.early.append((token_offset, extras))
         else:
-            # The scheduler samples a token even if the request asked for its prompt alone.
+            # The scheduler samples a token even if the request asked only for its prompt; the outputs of this token are
+            # dropped.
             end = 0 if sequence.has_ended and not sequence.text.num_tokens else sequence.text.stop_at
             self._deliver(sequence_index, sequence, token_offset, extras, end)
 
@@ -214,7 +218,7 @@ class OutputStream:
             self.add_outputs(sequence_index, token_offset, extras)
 
     def end_sequence(self, end: SequenceEnd, upstream: Upstream | None = None) -> None:
-        """End a sequence, and release its remaining text; report a stop word in it to `upstream`."""
+        """End a sequence, and release its remaining text; report a stop word in this text to `upstream`."""
         if self._opened is None or end.sequence_index >= len(self._sequences):
             return
         sequence = self._sequences[end.sequence_index]
@@ -225,7 +229,7 @@ class OutputStream:
             self.fail(UnavailableError(f"the feed skipped tokens {text.num_tokens} to {end.num_tokens}"))
             return
         if not end.num_tokens:
-            # The request asked for its prompt alone: no token follows the outputs of the prompt.
+            # The request asked only for its prompt, so no token follows the outputs of the prompt.
             for token_offset, extras in sequence.early:
                 self._deliver(end.sequence_index, sequence, token_offset, extras, 0)
             sequence.early.clear()

@@ -19,7 +19,7 @@ from midstream.extras import Tensor
 
 
 class Source:
-    """Send two requests and stop the second once it has started."""
+    """Supplies two requests and stops the second once it has started."""
 
     def __init__(self) -> None:
         short, endless = SamplingParams(max_tokens=8), SamplingParams(max_tokens=4000, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Log probabilities: of output tokens with the most likely alternatives, of the prompt, and of the whole output."""
+"""Log probabilities of the output tokens and their most likely alternatives, of the prompt, and of the whole output."""
 
 from __future__ import annotations
 

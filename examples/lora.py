@@ -41,7 +41,7 @@ def run(address: str, folder: Path) -> None:
             print(client.load_lora("example", str(folder)))
         except InvalidArgumentError as error:
             raise SystemExit(
-                f"{error}\nStart the service with MIDSTREAM_ADAPTER_ROOT={folder.parent}, under which {folder} lies."
+                f"{error}\nStart the service with MIDSTREAM_ADAPTER_ROOT={folder.parent}, the adapter's parent folder."
             ) from None
         without = executor.generate_async("A river is", params)
         adapted = executor.generate_async("A river is", params, lora_request=LoRARequest("example"))

@@ -2,21 +2,22 @@
 
 A step arrives as CPU tensors. It is written to one pinned buffer in the layout of the smallest recorded shape that
 fits, copied to that graph's inputs, and the graph is replayed. There are shapes for decode steps, in which every
-sequence has one token and is sampled, and for mixed steps of up to 512 tokens, which combine prompts with decodes, or
-have drafts to verify. Padding rows have no keys, or no tokens, and write no slot. Each shape has a second graph for
-steps with LoRA adapters, which are identified by their slots on the device, and in models with experts a third one for
-adapters of experts. Larger steps, which take the device longer to compute than the host to launch, are copied to the
-device and run eagerly. So are all steps of a model that uses the transformers implementation, if that reads anything
-back from the device. No call here waits for the device, except to reuse a pinned buffer whose last copy is still in
-progress.
+sequence has one token and is sampled, and for mixed steps of up to 512 tokens, which combine prompts with decodes or
+verify drafts. Padding sequences have no tokens or, in a decode step, one token without keys; they write no KV slot.
+Each shape has a second graph for steps with LoRA adapters, which are identified by their slots on the device, and in
+models with experts a third one for adapters of experts. Larger steps, which take the device longer to compute than the
+host to launch, are copied to the device and run eagerly. So are all steps of a model that uses the transformers
+implementation, if this implementation reads anything back from the device. No call here waits for the device, except to
+reuse a pinned buffer whose last copy is still in progress.
 
 A step may be started before the host knows the tokens of the previous step. These stay on the device (`feed`), and
-negative token ids refer to them; with several ranks, rank 0 broadcasts them to those that embed tokens, as the first
-operation of a step that needs them, or of a graph. A graph ends by storing the most likely tokens for the next step
-(`feed`). If rows have a temperature, a second graph draws tokens from the logits, and stores those instead.
+negative token ids refer to them; with several ranks, rank 0 broadcasts them to the other ranks that embed tokens, as
+the first operation of every graph and of each eager step that needs them. A graph ends by storing the most likely
+tokens for the next step (`feed`). If rows have a temperature, a second graph draws tokens from the logits, and stores
+those instead.
 
-Block tables stay on the device as well. A step carries the entries that have changed since the last one, at most one
-per sequence of its shape; if more have changed, the tables are sent whole.
+Block tables stay on the device as well. A step carries the entries that have changed since the previous step, at most
+one per sequence of its shape; if more have changed, the tables are sent whole.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from gpu_worker.sampling.draws import DrawParams, RecordedDraws
 logger = logging.getLogger(__name__)
 
 _NO_SLOT = -1
-# Mixed steps: numbers of tokens, and numbers of sequences in addition to the largest batch.
+# Mixed steps are recorded for these numbers of tokens, and for these numbers of sequences and the maximum batch size.
 _MIXED_TOKENS = (32, 64, 128, 192, 256, 384, 512)
 _MIXED_ROWS = (8, 64)
 
@@ -98,8 +99,8 @@ class Shape:
 
 
 def mixed_shapes(max_batch_size: int, max_num_tokens: int) -> list[Shape]:
-    """Return the shapes of mixed steps to record: for each number of tokens, some with as many sequences as such a step
-    can have, so that a step with many sequences is not padded to more tokens.
+    """Return the shapes of mixed steps to record. For each number of tokens, there are several numbers of sequences up
+    to the largest possible one, so that a step with many sequences is not padded to more tokens.
     """
     rows, tokens = (*_MIXED_ROWS, max_batch_size), [size for size in _MIXED_TOKENS if size <= max_num_tokens]
     return [
@@ -130,7 +131,7 @@ class GraphRecorder:
                 with _waits_raise():
                     run()
         finally:
-            # Even if `run` raised: its kernels may still write to memory that is freed next.
+            # Wait even if `run` has raised an exception: its kernels may still write to memory that is freed next.
             torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
@@ -157,10 +158,10 @@ def _waits_raise() -> Iterator[None]:
 
 
 class _NumbersOnDevice(TorchFunctionMode):
-    """While it is entered, `torch.tensor` copies a number to a device only once, and later copies that tensor.
+    """While this mode is active, `torch.tensor` copies each number to a device only once; later calls copy that tensor.
 
-    Some models of transformers make constants in each step. Copies from the host's memory cannot be recorded, unless it
-    is pinned. The tensors must outlive the graphs that read them.
+    Some models of transformers create constants in each step. Copies from host memory cannot be recorded, unless the
+    memory is pinned. The tensors must outlive the graphs that read them.
     """
 
     def __init__(self) -> None:
@@ -242,7 +243,7 @@ class GraphDecoder:
         self._shapes = [Shape(size, size) for size in graph_sizes(max_batch_size)]
         self._shapes += mixed_shapes(max_batch_size, max_num_tokens)
         self._numbers = _NumbersOnDevice()
-        # Graphs by shape, and by what adapters may change.
+        # Graphs by shape and by the matrices that adapters may change.
         self._graphs: dict[tuple[Shape, AdapterUse], Callable[[], None]] = {}
         self._logits = torch.empty(0, device=device)
         # The inputs of a step and, if the block tables are sent whole, their used part, which one copy transfers.
@@ -251,7 +252,7 @@ class GraphDecoder:
         # The last element is a dummy, to which the padding of a step's list of changed entries is written.
         self._entries = torch.zeros(max_batch_size * max_blocks + 1, dtype=torch.int32, device=device)
         self._tables = self._entries[:-1].view(max_batch_size, max_blocks)
-        # The state after all steps launched so far have run.
+        # The device's block tables after all steps launched so far have run.
         self._known_tables = np.zeros((max_batch_size, max_blocks), dtype=np.int32)
         # The most likely tokens of the last replay; -1 if the logits are not finite.
         self._best = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
@@ -259,7 +260,8 @@ class GraphDecoder:
         # The sampled tokens of the previous step, which the host may not know yet.
         self._fed = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
         self._draws = RecordedDraws(device, graph_sizes(max_batch_size)) if draws else None
-        # Five numbers per token: with drafts, every token of a step may be sampled, and it may need an adapter's slot.
+        # Up to five numbers per token: its id, position, KV slot and adapter slot, and its index in `sampled`, since
+        # with drafts every token may be sampled.
         most_eager = 5 * max_num_tokens + max_batch_size * (2 + max_blocks) + 1
         self._pinned = PinnedBuffers(device, max(most_eager, self._arena.numel()))
 
@@ -328,7 +330,7 @@ class GraphDecoder:
         for shape in sorted(self._shapes, reverse=True):
             for use in self._uses:
                 inputs, changes = self._static_inputs(shape, use)
-                # Earlier steps may have left data in another layout there.
+                # The buffer may contain the inputs of earlier steps in another layout.
                 self._arena.zero_()
                 inputs.slot_mapping.fill_(_NO_SLOT)
                 if inputs.adapter_slots is not None:
@@ -339,7 +341,7 @@ class GraphDecoder:
                     self._logits = self._decoder.forward(inputs)
                 run = functools.partial(self._run, inputs, changes, shape.num_rows)
                 self._graphs[shape, use] = record(run)
-        # Capturing ran forward passes that changed the first entry.
+        # Recording ran forward passes that wrote to the first entry.
         self._entries.zero_()
         self._known_tables.fill(0)
         if self._draws is not None and kernels.can_sample(self._logits):

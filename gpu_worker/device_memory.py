@@ -1,7 +1,7 @@
 """Measures how much device memory steps and CUDA graphs need, to size the KV pool.
 
 The allocator returns its cached memory whenever a graph is recorded, so free memory after the warm-up does not show
-what steps will need again. Both needs are measured over a small pool and reserved when the real pool is allocated.
+what steps will need again. Both needs are measured with a small pool and reserved when the real pool is allocated.
 """
 
 from __future__ import annotations

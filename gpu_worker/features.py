@@ -57,6 +57,7 @@ def _of_sampling(sampling: SamplingParams) -> Feature:
 def _of_outputs(new: NewSequence) -> Feature:
     if new.outputs is NOTHING:
         return Feature(0)
-    # The sequences of a request share the prompt, whose outputs the first one reports unless it has already done so.
+    # The sequences of a request share the prompt; the first sequence reports the prompt's outputs, unless it has
+    # already done so.
     is_first = new.sequence_index == 0 and len(new.token_ids) == new.num_prompt_tokens
     return Feature.REPORTS | (Feature.PROMPT_REPORTS if is_first and new.outputs.of_prompt else 0)

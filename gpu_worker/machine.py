@@ -24,7 +24,9 @@ _MEASURE_S = 0.5
 
 
 def describe() -> dict[str, object]:
-    """Return versions, GPUs and the CPU kernels; if none are usable, `kernels` is empty and the reasons are given."""
+    """Return versions, GPUs and the CPU kernels; if no build of the kernels is usable, `kernels` is empty and `reasons`
+    is not.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         library = load_library()

@@ -6,8 +6,8 @@ with penalties or a grammar need the tokens of the previous step on the host: th
 runs the model, and then launches the sampling. Steps whose logits are needed on the host, or whose outcome the
 scheduler must know first, are complete when launch returns.
 
-In a pipeline of CPU ranks, launch begins a pass on the first stage and finish samples, once the other stages have
-computed it. Steps without common rows are launched in between, one per stage.
+In a pipeline of CPU ranks, `launch` begins a pass on the first stage, and `finish` samples once the other stages have
+completed the pass. Steps without common rows are launched in between, one per stage.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Launched:
 
     Attributes:
         missing_blocks: Blocks to adopt whose contents were not found.
-        open_pass: The step whose pass the stages of a pipeline compute, with the probe of the pass.
+        open_pass: The step whose pass the pipeline stages are computing, and the probe of this pass.
     """
 
     started: float
@@ -216,8 +216,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
-        """Launch a step. This waits at most for the second to last step or, if rows use extra features, for the last
-        one.
+        """Launch a step. This waits at most for the step launched before the previous one or, if rows use extra
+        features, for the previous one.
 
         Raises:
             ExecutionError: The step contradicts earlier steps; call `clear` before the next one.
@@ -226,7 +226,7 @@ class ModelRunner:
         if self._stages is not None:
             self._settle_all_but(len(self._in_flight) - self._num_needed(step))
         else:
-            # Only the tokens of the last step are on the device as inputs for this one.
+            # Only the tokens of the previous step are on the device as inputs for this one.
             self._settle_all_but(0 if step.forks or len(step.beam_rows) or len(step.draft_rows) else 1)
         prepared = self._batch.prepare(
             refuse_unknown_probes(refuse_unknown(step, self.post_processors), self.output_probes)
@@ -282,7 +282,8 @@ class ModelRunner:
         these rows need more processing.
         """
         tokens = front.best(len(rows))
-        # The grammar of a prompt is compiled in the meantime, although the prompt does not sample yet.
+        # Return None also for a prompt that has a grammar but does not sample yet, so that `_constraints_behind` starts
+        # to compile the grammar.
         if tokens is None or not self._sampler.is_plain(rows) or not self._sampler.is_plain(others):
             return None
         if not self._sampler.is_greedy(rows):
@@ -324,7 +325,7 @@ class ModelRunner:
             self._last_end = now
 
     def _complete(self, prepared: PreparedStep, started: float, run: _Run) -> StepOutput:
-        """Complete a step, whose model `run` runs."""
+        """Complete a step; `run` runs the model and samples."""
         rows, is_run = prepared.sampled_rows, prepared.is_run
         token_ids = np.zeros(len(rows), dtype=np.int32)
         errors: list[tuple[int, MidstreamError]] = []
@@ -340,11 +341,12 @@ class ModelRunner:
                 log_probs, candidates = sampled.log_probs, sampled.candidates
                 errors += [(int(run_rows[place]), error) for place, error in sampled.errors]
             elif self.model.device.type == "cuda":
-                # Nothing was read from the device, but a step that has finished must have filled its blocks.
+                # Nothing was read from the device, so wait for it: a step that has finished must have filled its
+                # blocks.
                 torch.cuda.current_stream(self.model.device).synchronize()
         if not is_run.all():
             errors += [(row, self._rows.failed[row]) for row in rows[~is_run].tolist()]
-        # Report these immediately, since sequences that share their blocks depend on them.
+        # Report failed chunks immediately, since sequences that share their blocks depend on them.
         errors += [(chunk.row, self._rows.failed[chunk.row]) for chunk in prepared.failed_contexts if not chunk.samples]
         if prepared.drafts.tokens or (self._rows.features[rows] & Feature.BEAMS).any():
             answer = settle(
@@ -469,7 +471,9 @@ class ModelRunner:
                 self._run_with_adapter()
 
     def _run_with_adapter(self) -> None:
-        """Run full batches of sequences that use an adapter, or an expert's adapter, if these fit into the cache."""
+        """Run full batches of sequences with a LoRA adapter, and with one of experts if supported, where the cache is
+        large enough.
+        """
         assert self._front is not None
         for of_experts in (False, True) if self._front.adapts_experts else (False,):
             adapter = zero_adapter(self.model.description, of_experts=of_experts)
@@ -504,7 +508,7 @@ class ModelRunner:
 
     def _take_blocks(self, num_blocks: int, store: KvStore | None = None) -> None:
         model, tokens_per_block = self.model, self._config.tokens_per_block
-        # A GPU may not have room for the warm-up's pools in addition to the others.
+        # A GPU might not have space for the warm-up's pools in addition to the new ones.
         for pool in self._pools:
             pool.release()
         empty_cache(model.device)
@@ -573,8 +577,8 @@ def _open_tiers(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, k
         if not path:
             raise ConfigError("requires shared_kv_folder", field=setting)
     if config.host_kv_bytes:
-        # Apart from the host tier, the folder may hold pools, which must be private. If this fails, opening the tier
-        # fails as well.
+        # Create shared_kv_folder, which contains the host tier's folder, as private, since it may hold pools as well.
+        # If this fails, opening the tier fails, too.
         with contextlib.suppress(OSError):
             Path(config.shared_kv_folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     kind = block_kind(config, folder, model)

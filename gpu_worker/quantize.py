@@ -30,7 +30,7 @@ from midstream.model.folder import ModelFolder, open_model_folder, staging_folde
 
 GROUP = 32
 _SHARD_BYTES = 4 << 30
-# Not quantized in layers: small tensors, and tensors from which single rows are read.
+# Modules in layers that are not quantized: small ones, and those from which single rows are read.
 _LEFT_ALONE = re.compile(r"(embed|router|norm|shared_expert_gate)|\.gate$")
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP, "dynamic": False}
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -122,7 +122,7 @@ class _Shards:
 
 
 def _is_linear(name: str, shape: tuple[int, ...], names: Names) -> bool:
-    """Return whether this is a matrix of the language model's layers that can be read in any format."""
+    """Return whether to quantize this tensor: a matrix of the language model's layers with whole groups of columns."""
     module, _, kind = name.rpartition(".")
     layer = names.layer.partition("{}")[0].removeprefix(names.prefixes[0])
     if not module.startswith(tuple(prefix + layer for prefix in names.prefixes)) or module.endswith(names.transposed):

@@ -69,7 +69,7 @@ class Worker:
         self._traces = StepTraces(self._tracer) if self._tracer is not None else None
         self._requests = RequestLog()
         self._group = group
-        # Loaded first, so that its memory is not counted as free for the KV pool.
+        # Load the encoder first, so that its memory is not counted as free for the KV pool.
         images = _image_encoder(config, folder, ALONE if group is None else group.ranks)
         self._runner = ModelRunner(config, folder, leader=None if group is None else group.leader)
         metrics, progress = Metrics(), Progress()
@@ -207,7 +207,7 @@ class Worker:
 
 
 def _image_encoder(config: WorkerConfig, folder: ModelFolder, ranks: Ranks) -> ImageEncoder | None:
-    """Return the encoder of a model that reads images; it computes on the same device and in the same type."""
+    """Return the image encoder, on the decoder's device and in its data type; None if the model reads no images."""
     if folder.image_token_id is None:
         return None
     device = use_device(config, ranks)

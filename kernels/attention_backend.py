@@ -89,8 +89,8 @@ def refusal_of_blocks(case: AttentionCase, multiple: int) -> str | None:
 
 def join_blocks(caches: tuple[Tensor, Tensor], block_tables: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Copy the blocks of each sequence next to each other, so that several of them make one of `size` tokens; return
-    the copied caches and their block tables. block_size must divide `size`, or be a multiple of it: then nothing is
-    copied.
+    the copied caches and their block tables. block_size must divide `size`, or be a multiple of `size`; in the latter
+    case, nothing is copied.
     """
     block_size = caches[0].shape[1]
     if block_size % size == 0:

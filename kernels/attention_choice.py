@@ -142,7 +142,8 @@ def _seconds(backend: AttentionBackend, step: tuple[Tensor, ...], case: Attentio
 def device_seconds(run: Callable[[], object]) -> float:
     """Return how long `run` takes on the current CUDA device: the median of 5 replays of a graph of 10 runs.
 
-    Most steps are recorded. Launched one by one, short runs would take as long as the host needs to launch them.
+    Runs are recorded in a graph, like most steps; launched one by one, short runs would take as long as the host needs
+    to launch them.
     """
     run()
     graph = torch.cuda.CUDAGraph()

@@ -50,7 +50,7 @@ ISA_NEEDS: dict[str, frozenset[str]] = (
     }
 )
 BASE_ISA = list(ISA_NEEDS)[-1]
-# Builds that serve an instruction set under another name.
+# Instruction sets that use the build of another instruction set.
 BUILD_OF = {"amx": "avx512"}
 
 

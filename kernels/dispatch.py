@@ -1,8 +1,8 @@
 """Chooses the implementation of each operation.
 
-On a CPU, operations use the PyTorch references. On CUDA an operation uses our Triton kernels, or without Triton the
-PyTorch reference; attention uses flash-attn or FlashInfer where `choose_attention` chose it. A batch-invariant process
-uses only Triton.
+On a CPU, operations use the PyTorch references. On CUDA an operation uses our Triton kernels, or the PyTorch reference
+if Triton is not available; attention uses flash-attn or FlashInfer if `choose_attention` has selected it. A
+batch-invariant process uses only Triton.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ if _HAS_TRITON:
 
 # Maximum head size of the Triton attention kernels.
 MAX_HEAD_DIM = 256
-# Maximum rows for which one kernel of ours computes a product and its activation, instead of cuBLAS and a second
-# kernel.
+# Maximum number of rows for which one kernel of ours computes a product and its activation, instead of cuBLAS and a
+# second kernel.
 _MAX_GATED_ROWS = 16
-# Maximum rows for which int8 weights and blocks are unpacked inside the product, and not once before cuBLAS. Recorded
-# mixed steps do not have more: their graphs would keep the memory of the unpacked matrices.
+# Maximum number of rows for which int8 weights and blocks are unpacked inside the product, instead of once before a
+# call of cuBLAS. Recorded mixed steps do not have more rows: their graphs would keep the memory of the unpacked
+# matrices.
 _MAX_PACKED_ROWS = 512
 _is_batch_invariant = False
 _segment_keys = 0
@@ -91,8 +92,8 @@ def choose_attention(name: str, case: AttentionCase, device: torch.device) -> No
     """Choose, for this process, the implementations of attention on `device`.
 
     Args:
-        name: flash-attn, flashinfer or triton; auto uses those installed ones that
-            are faster than Triton in a measurement made now.
+        name: flash-attn, flashinfer or triton; auto measures the installed ones now, and uses those that are faster
+            than Triton.
 
     Raises:
         ValueError: The implementation is not installed or cannot compute the case, or the process is batch-invariant.

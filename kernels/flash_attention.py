@@ -22,8 +22,9 @@ from kernels.attention_backend import (
 
 logger = logging.getLogger(__name__)
 
-# Maximum head sizes and required multiples of the block size, by version. Version 4 reads a block of 128 tokens in one
-# copy, so a larger block is passed to it as several. Smaller blocks of prompts are copied into larger ones.
+# Maximum head size, and number of which the block size must be a multiple, by version. Version 4 reads a block of 128
+# tokens in one copy, so a larger block is passed to it as several. For prompts, smaller blocks are copied into larger
+# ones.
 _MAX_HEAD_DIM = {2: 256, 3: 256, 4: 128}
 _BLOCK_MULTIPLE = {2: 256, 3: 1, 4: 128}
 
@@ -66,7 +67,7 @@ class FlashAttention:
         softcap: float,
         max_queries: int | None,
     ) -> Tensor:
-        """Compute the same as `kernels.attention.paged_attention`."""
+        """Compute the same attention as `kernels.attention.paged_attention`."""
         # Upper bounds, so that no lengths are read back from the device.
         most_queries = q.shape[0] - context_lens.shape[0] + 1 if max_queries is None else max_queries
         left = -1 if window is None else window - 1

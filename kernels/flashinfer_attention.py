@@ -78,7 +78,7 @@ class FlashInferAttention:
         softcap: float,
         max_queries: int | None,
     ) -> Tensor:
-        """Compute the same as `kernels.attention.paged_attention`."""
+        """Compute the same attention as `kernels.attention.paged_attention`."""
         size = next(size for size in _BLOCK_SIZES if k_cache.shape[1] % size == 0)
         k_cache, v_cache, block_tables = split_blocks((k_cache, v_cache), block_tables, size)
         # Padding sequences have no keys, and their output is not used.

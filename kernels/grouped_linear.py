@@ -24,9 +24,10 @@ def grouped_linear(
 
 
 def weighted_sum(parts: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the sum of parts[:, i] * weights[:, i], or of parts [M, A, N] if there are no weights [M, A] -> [M, N].
+    """Return the sum of parts[:, i] * weights[:, i] over i; without weights, the sum of parts[:, i] -> [M, N].
 
-    The parts are added in order, in float32, so that a row's bits do not depend on the number of rows.
+    parts [M, A, N], weights [M, A]. The parts are added in order, in float32, so that a row's bits do not depend on the
+    number of rows.
     """
     total = torch.zeros_like(parts[:, 0], dtype=torch.float32)
     for place in range(parts.shape[1]):

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Subtract their means from rows of x [..., H], scale to unit variance, multiply by weight [H]; in float32."""
+    """Subtract its mean from each row of x [..., H], scale to unit variance, multiply by weight [H]; all in float32."""
     wide = x.float()
     centered = wide - wide.mean(dim=-1, keepdim=True)
     inverse = torch.rsqrt(centered.square().mean(dim=-1, keepdim=True) + eps)

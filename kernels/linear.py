@@ -9,8 +9,8 @@ from torch.nn import functional
 from kernels.activation import Activation, activate
 
 ROW_TILE = 8
-# MKL, PyTorch's BLAS on x86, reads this before its first product. On processors without AVX-512, by default, the bits
-# of a row's result depend on the row's position and on the number of threads.
+# MKL, PyTorch's BLAS on x86, reads this variable before its first matrix product. By default, on processors without
+# AVX-512, the bits of a row's result depend on the row's position and on the number of threads.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
@@ -41,6 +41,6 @@ def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
 def gated_linear(
     x: Tensor, weight: Tensor, activation: Activation, bias: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
-    """Return `activate` of the linear layer with weight [2F, K], gate first -> [M, F]; int8 if it has a scale."""
+    """Return `activate` of the linear layer with weight [2F, K], gate first -> [M, F]; with a scale, it is int8."""
     product = linear(x, weight, bias) if scale is None else quantized_linear(x, weight, scale, bias)
     return activate(product, activation)

@@ -9,7 +9,7 @@ from kernels.linear import linear
 def add_lora(y: Tensor, x: Tensor, values: Tensor, table: Tensor, slots: Tensor, max_rank: int) -> None:
     """For each row, add the output of its LoRA adapter for x to y; see `kernels.add_lora`."""
     inner, outer = x.shape[1], y.shape[1]
-    # Several slots may have the same pair.
+    # Several slots may have the same start and rank.
     pairs = torch.where(slots[:, None] < 0, 0, table[slots.clamp(min=0).long()])
     for start, rank in torch.unique(pairs, dim=0).tolist():
         if rank:

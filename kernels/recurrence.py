@@ -13,7 +13,7 @@ from torch.nn import functional
 
 
 def wide(x: Tensor) -> Tensor:
-    """Convert x to float64 on a CPU, where vector and scalar float32 functions differ; elsewhere to float32."""
+    """Convert x to float64 on a CPU, where vectorized and scalar float32 functions differ; elsewhere to float32."""
     return x.double() if x.device.type == "cpu" else x.float()
 
 

@@ -1,4 +1,4 @@
-"""Normalizes query and key heads, applies the rotary embedding and writes to the paged cache, one by one."""
+"""Norm of query and key heads, rotary embedding, and the write into the paged cache, as separate operations."""
 
 from __future__ import annotations
 

@@ -148,7 +148,9 @@ class Chunk:
             self.perf_metrics, self.error = later.perf_metrics, later.error
 
     def cut(self, max_tensor_bytes: int) -> tuple[Chunk, Chunk | None]:
-        """Split the chunk so that the first part has at most `max_tensor_bytes` of tensors; only the other is final."""
+        """Split the chunk so that the first part has at most `max_tensor_bytes` of tensors; if there is a second part,
+        only that can be final.
+        """
         if self.extras is None or len(self.extras.tensors) < 2:
             return self, None
         extras, rest = self.extras.cut(max_tensor_bytes)
@@ -232,8 +234,8 @@ class Chunk:
 
 
 class SequenceEnds:
-    """Tracks for which sequences of a stream the end was sent. An end is sent again after an attach or resume beyond
-    it.
+    """Tracks for which sequences of a stream the end was already sent, because attaching or resuming beyond an end
+    sends it again.
     """
 
     __slots__ = ("_shown",)

@@ -1,4 +1,4 @@
-"""A monotonic clock for use within a process. Only the wire and the disk use wall-clock time, converted there."""
+"""A monotonic clock for use within a process. Times are converted to wall-clock time only for messages and files."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class LogProbs:
         )
 
 
-# Prefix of tensors with a row for each prompt token; others have a row for each output token.
+# Prefix of the names of tensors with a row for each prompt token; other tensors have a row for each output token.
 CONTEXT = "context_"
 
 
@@ -147,7 +147,7 @@ class Extras:
         return sum(len(tensor.data) for tensor in self.tensors)
 
     def cut(self, max_tensor_bytes: int) -> tuple[Extras, Extras | None]:
-        """Split into extras with at most `max_tensor_bytes` of tensors (but at least a piece), and the rest."""
+        """Split into extras with at most `max_tensor_bytes` of tensors, but at least one piece, and the rest."""
         num_bytes = 0
         for count, tensor in enumerate(self.tensors):
             num_bytes += len(tensor.data)

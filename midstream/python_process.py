@@ -33,12 +33,13 @@ def python_environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return `base` with a PYTHONPATH that puts this project's packages first and excludes the working directory.
 
     Absolute entries of PYTHONPATH are kept, for plugins. Relative and empty entries depend on the working directory and
-    are removed. PYTHONSAFEPATH keeps their child processes from adding it again.
+    are removed. PYTHONSAFEPATH prevents child processes from adding the working directory again.
     """
     entries = [entry for entry in base.get("PYTHONPATH", "").split(os.pathsep) if Path(entry).is_absolute()]
     root = str(_ROOT)
-    # An installed package needs no entry by itself, and site-packages before the standard library could shadow its
-    # modules; but if there are other entries, it needs one in front of them.
+    # If this project is installed in site-packages and there are no other entries, no entry is added, since
+    # site-packages in front of the standard library could shadow its modules. Otherwise this project's entry must be
+    # the first.
     if entries or root not in (*site.getsitepackages(), site.getusersitepackages()):
         entries.insert(0, root)
     environment = {**base, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(dict.fromkeys(entries))}

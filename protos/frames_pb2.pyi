@@ -3,14 +3,16 @@
 isort:skip_file
 Frames: the transport between schedulers, detokenizers and routers when `--internal-transport` is frames. A service
 requests a connection over gRPC, which authorizes it, and opens it with the returned token: over the Unix socket if
-it is on the same host, else over TCP (with TLS if the gRPC port has it).
+both are on the same host, else over TCP (with TLS if the gRPC port has it).
 
 A frame consists of a length (4 bytes, big endian; the size of the rest), a kind (1 byte) and a body. After HELLO and
-WELCOME, both sides may send the other kinds at any time. They close the connection if they receive anything else. 1
-HELLO    body: the token. The first frame sent by the side that connects. 2 WELCOME  no body. The reply to HELLO, and
-the first frame sent by the other side. 3 MESSAGE  body: a protobuf message of the type that the method's gRPC stream
-has in that direction. 4 PING     no body. The reply is PONG. A side that receives nothing for a while sends a PING,
-and later disconnects. 5 PONG     no body.
+WELCOME, both sides may send the other kinds at any time. They close the connection if they receive anything else.
+
+  1 HELLO    body: the token. The first frame sent by the side that connects.
+  2 WELCOME  no body. The reply to HELLO, and the first frame sent by the other side.
+  3 MESSAGE  body: a protobuf message of the type that the method's gRPC stream has in that direction.
+  4 PING     no body. The reply is PONG. A side that receives nothing for a while sends a PING, then disconnects.
+  5 PONG     no body.
 """
 
 import builtins

@@ -73,8 +73,8 @@ global___FinishReason = FinishReason
 
 @typing.final
 class GenerateRequest(google.protobuf.message.Message):
-    """A request to generate. The router checks ranges before anything is scheduled; a violation is INVALID_ARGUMENT and
-    names the field by its path here (for example `sampling.temperature`).
+    """A request to generate. The router checks ranges before anything is scheduled; a violation fails with INVALID_ARGUMENT
+    and the path of the field in this message (for example `sampling.temperature`).
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -771,7 +771,7 @@ class ResolvedAdapter(google.protobuf.message.Message):
     fingerprint: builtins.str
     """Hash of the folder's files."""
     num_bytes: builtins.int
-    """Number of bytes it takes on a worker's device while in use."""
+    """Number of bytes that the adapter takes on a worker's device while in use."""
     num_virtual_tokens: builtins.int
     """Virtual tokens of a prompt adapter; their ids start at first_virtual_token."""
     first_virtual_token: builtins.int

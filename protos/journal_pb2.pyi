@@ -32,7 +32,7 @@ class JournalRequest(google.protobuf.message.Message):
     deadline_unix_ns: builtins.int
     accepted_unix_ns: builtins.int
     model_fingerprint: builtins.str
-    """Fingerprint of the model; another model cannot continue from the request's tokens."""
+    """Fingerprint of the model; only the same model can continue the request."""
     deadline_monotonic_ns: builtins.int
     """The deadline by the machine's monotonic clock, which is independent of the wall clock; valid only for the boot with
     this boot_id.
@@ -59,14 +59,16 @@ global___JournalRequest = JournalRequest
 
 @typing.final
 class KeptRequest(google.protobuf.message.Message):
-    """An ended request that is kept as a document (keep_s). Both fields are sealed, as in the journal."""
+    """An ended request that is kept as a document (keep_s). Both fields are sealed (see JournalTransaction), as in the
+    journal.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: builtins.int
     OUTPUT_FIELD_NUMBER: builtins.int
     request: builtins.bytes
-    """A JournalRequest, and a JournalCommit with only its output."""
+    """A JournalRequest, and a JournalCommit of only that request."""
     output: builtins.bytes
     def __init__(
         self,
@@ -339,9 +341,10 @@ class JournalSegment(google.protobuf.message.Message):
     The first one contains a JournalSegment, and each other one a JournalTransaction or nothing; an empty frame only
     proves that everything before it was synced.
 
-    A frame is, in little-endian order: the four bytes "MSJL"; the payload's length (uint32); the frame's sequence number
-    (uint64), one higher than the previous frame's, also across segments; the CRC-32 of length, sequence number and
-    payload (uint32); the payload. After its last frame a segment contains only zeros.
+    A frame consists of these fields, with integers in little-endian order: the four bytes "MSJL"; the payload's length
+    (uint32); the frame's sequence number (uint64), one higher than the previous frame's, also across segments; the
+    CRC-32 of length, sequence number and payload (uint32); the payload. After its last frame a segment contains only
+    zeros.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -355,7 +358,9 @@ class JournalSegment(google.protobuf.message.Message):
     version: builtins.int
     """Version of the segment format; 1."""
     number: builtins.int
-    """Position in the log; also the file's name. The oldest segments are deleted once no later frame depends on them."""
+    """Position of the segment in the log, which is also the file's name. The oldest segments are deleted once no later
+    frame depends on them.
+    """
     scheduler_epoch: builtins.int
     """Epoch of the scheduler that wrote the segment."""
     previous_bytes: builtins.int
@@ -407,7 +412,7 @@ class JournalTransaction(google.protobuf.message.Message):
 
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JournalAdapterRow]:
-        """Adapters that were loaded or, if there is no record, unloaded."""
+        """Adapters that were loaded, or unloaded if `record` is empty."""
 
     def __init__(
         self,

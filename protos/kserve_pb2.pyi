@@ -675,7 +675,7 @@ class ModelTransactionPolicy(google.protobuf.message.Message):
 
     DECOUPLED_FIELD_NUMBER: builtins.int
     decoupled: builtins.bool
-    """Whether the model returns any number of responses per request."""
+    """Whether a request can have any number of responses instead of exactly one."""
     def __init__(
         self,
         *,

@@ -28,7 +28,9 @@ class LedgerEntry(google.protobuf.message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """The id known to the scheduler, where the ids of authenticated clients have a unique suffix."""
+    """The id by which the scheduler knows the request; if the client is authenticated, it ends with a suffix that is
+    unique to the client.
+    """
     client_id: builtins.str
     model: builtins.str
     lora: builtins.str

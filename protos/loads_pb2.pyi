@@ -20,9 +20,9 @@ class AbortRequest(google.protobuf.message.Message):
     ONLY_IF_UNREAD_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     only_if_unread: builtins.bool
-    """Used between routers and schedulers: do not abort the request if a detokenizer reads its output, or read it until
-    that detokenizer was lost, or if the request was submitted again and has not been read since, because the client may
-    have resumed it at another router.
+    """Used between routers and schedulers: do not abort the request if its client may have resumed it at another router,
+    i.e. if a detokenizer reads the output or did so until it was lost, or if the request was submitted again and its
+    output has not been read since.
     """
     def __init__(
         self,
@@ -343,7 +343,7 @@ global___LoadLoraResponse = LoadLoraResponse
 
 @typing.final
 class UnloadLoraRequest(google.protobuf.message.Message):
-    """New requests can no longer use the adapter; accepted ones continue."""
+    """Unloads an adapter: new requests can no longer use it, but accepted ones continue."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -129,7 +129,7 @@ class ForwardPass(google.protobuf.message.Message):
     """Virtual tokens: their positions among the tokens, int64 [E], and embeddings, float32 [E, hidden size]."""
     virtual_values: builtins.bytes
     is_probed: builtins.bool
-    """Whether to keep outputs of layers, and of which layers."""
+    """Whether to keep the outputs of layers, and the numbers of these layers."""
     is_open: builtins.bool
     """The first stage leaves the pass open until EndPass, so that the next pass can begin while later stages compute it."""
     @property

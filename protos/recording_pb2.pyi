@@ -5,7 +5,7 @@ A recording (`--record`) of a scheduler's core: its settings, every event, and t
 
 A file is a sequence of frames: length and CRC-32 of a serialized Record (two little-endian 32-bit numbers), then the
 Record. An incomplete frame at the end, which a crash may leave, is dropped. A scheduler that starts with an existing
-file appends to it, beginning with a new `started`.
+file appends to it, beginning with a new `started` event.
 """
 
 import builtins
@@ -45,7 +45,7 @@ class Record(google.protobuf.message.Message):
     turn: builtins.bool
     drain_started: builtins.bool
     worker_lost: builtins.bytes
-    """A closed connection."""
+    """The connection that was closed."""
     @property
     def started(self) -> global___RecordingStarted: ...
     @property
@@ -91,7 +91,7 @@ global___Record = Record
 
 @typing.final
 class RecordingStarted(google.protobuf.message.Message):
-    """A new core was created. RecordedCoreConfig has the fields of CoreConfig under their names."""
+    """A new core was created. The fields of RecordedCoreConfig are those of CoreConfig, with the same names."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -200,7 +200,7 @@ global___RecordedCoreConfig = RecordedCoreConfig
 
 @typing.final
 class RecordedRequest(google.protobuf.message.Message):
-    """The fields of RequestSpec under their names, except the payload, which the core does not read."""
+    """The fields of RequestSpec, with the same names, except the payload, which the core does not read."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -501,7 +501,7 @@ global___RecordedWorkerMessage = RecordedWorkerMessage
 
 @typing.final
 class RecordedPlan(google.protobuf.message.Message):
-    """One StepPlan, with the fields of StepBatch."""
+    """One StepPlan; the fields are as in StepBatch."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -132,7 +132,7 @@ class EncodeImageResponse(google.protobuf.message.Message):
     TEXT_FIELD_NUMBER: builtins.int
     text: builtins.str
     """The text that replaces the image's placeholder in a prompt: it contains the model's image token num_tokens times,
-    which stands for the rows of embeddings.
+    once for each row of `embeddings`.
     """
     @property
     def embeddings(self) -> protos.generation_pb2.Tensor:
@@ -172,7 +172,7 @@ class GetRequestResponse(google.protobuf.message.Message):
     HAS_STARTED_FIELD_NUMBER: builtins.int
     HAS_FINISHED_FIELD_NUMBER: builtins.int
     has_started: builtins.bool
-    """Whether a worker has started it."""
+    """Whether a worker has started the request."""
     has_finished: builtins.bool
     @property
     def request(self) -> protos.generation_pb2.GenerateRequest:
@@ -256,8 +256,8 @@ class FeedHello(google.protobuf.message.Message):
     detokenizer_id: builtins.str
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Features of this detokenizer beyond the first version of this protocol. `prompt_alone`: return outputs of the
-        prompt without any output token (max_tokens 0); other requests need no feature.
+        """Features of this detokenizer beyond the first version of this protocol. `prompt_alone`: it can return outputs for
+        the prompt of a request without output tokens (max_tokens 0). Other requests need no feature.
         """
 
     def __init__(
@@ -411,7 +411,9 @@ class FeedOpened(google.protobuf.message.Message):
     stream: builtins.int
     request_id: builtins.str
     num_prompt_tokens: builtins.int
-    """Unset if the request has ended or is unknown; `error` then contains the reason, and no more messages follow."""
+    """Unset if the request is unknown or its output cannot be fed; `error` then contains the reason, and no more messages
+    follow.
+    """
     num_sequences: builtins.int
     min_tokens: builtins.int
     streaming: builtins.bool

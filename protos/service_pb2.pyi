@@ -87,7 +87,9 @@ class EmbedRequest(google.protobuf.message.Message):
     CACHE_SALT_FIELD_NUMBER: builtins.int
     POOLING_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """As in GenerateRequest. If there are several inputs, -0, -1, … is appended for each of them."""
+    """As in GenerateRequest. If there are several inputs, each becomes a request whose id has the input's index appended
+    (-0, -1, …).
+    """
     model: builtins.str
     dimensions: builtins.int
     """Keep only this number of leading values of each vector. Default: hidden_size."""

@@ -170,7 +170,7 @@ class MidstreamServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetRequestStats(self, request, context):
-        """The states of requests, and numbers of the blocks that they hold.
+        """The states of requests, and the numbers of KV blocks that they use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

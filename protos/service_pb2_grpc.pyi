@@ -78,7 +78,7 @@ class MidstreamStub:
         protos.stats_pb2.GetRequestStatsRequest,
         protos.stats_pb2.GetRequestStatsResponse,
     ]
-    """The states of requests, and numbers of the blocks that they hold."""
+    """The states of requests, and the numbers of KV blocks that they use."""
 
     LoadLora: grpc.UnaryUnaryMultiCallable[
         protos.loads_pb2.LoadLoraRequest,
@@ -162,7 +162,7 @@ class MidstreamAsyncStub:
         protos.stats_pb2.GetRequestStatsRequest,
         protos.stats_pb2.GetRequestStatsResponse,
     ]
-    """The states of requests, and numbers of the blocks that they hold."""
+    """The states of requests, and the numbers of KV blocks that they use."""
 
     LoadLora: grpc.aio.UnaryUnaryMultiCallable[
         protos.loads_pb2.LoadLoraRequest,
@@ -264,7 +264,7 @@ class MidstreamServicer(metaclass=abc.ABCMeta):
         request: protos.stats_pb2.GetRequestStatsRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.stats_pb2.GetRequestStatsResponse, collections.abc.Awaitable[protos.stats_pb2.GetRequestStatsResponse]]:
-        """The states of requests, and numbers of the blocks that they hold."""
+        """The states of requests, and the numbers of KV blocks that they use."""
 
     @abc.abstractmethod
     def LoadLora(

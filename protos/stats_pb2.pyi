@@ -161,7 +161,7 @@ class KvCacheStats(google.protobuf.message.Message):
     EVICTED_BLOCKS_FIELD_NUMBER: builtins.int
     max_num_blocks: builtins.int
     free_num_blocks: builtins.int
-    """Blocks available for allocation: free, or cached without an owner."""
+    """Blocks available for allocation: free, or cached and not held by any sequence."""
     used_num_blocks: builtins.int
     """Blocks held by live sequences."""
     tokens_per_block: builtins.int
@@ -169,7 +169,7 @@ class KvCacheStats(google.protobuf.message.Message):
     alloc_new_blocks: builtins.int
     reused_blocks: builtins.int
     cached_num_blocks: builtins.int
-    """Blocks without an owner whose contents can still be reused; part of free_num_blocks."""
+    """Blocks that no sequence holds, but whose contents can still be reused; part of free_num_blocks."""
     missed_blocks: builtins.int
     cache_hit_rate: builtins.float
     """reused / (reused + missed)."""
@@ -364,7 +364,7 @@ class RequestStats(google.protobuf.message.Message):
     stage: global___RequestStats.Stage.ValueType
     num_prompt_tokens: builtins.int
     context_prefill_position: builtins.int
-    """Number of prompt tokens that will be computed once the steps in flight have run."""
+    """Number of prompt tokens that will have been computed once the steps in flight have run."""
     num_sequences: builtins.int
     num_generated_tokens: builtins.int
     """Over all sequences."""
@@ -421,7 +421,9 @@ class SubscribeKvEventsRequest(google.protobuf.message.Message):
     start_sequence_number: builtins.int
     """Number of the first event to return, if it is still available. 0: only new events."""
     include_snapshot: builtins.bool
-    """Begin with a snapshot of the caches, and continue with the events after it; start_sequence_number is ignored."""
+    """Whether to begin with a snapshot of the caches and continue with the events after it; start_sequence_number is then
+    ignored.
+    """
     def __init__(
         self,
         *,
@@ -498,7 +500,7 @@ class KvBlocksStored(google.protobuf.message.Message):
     TOKENS_PER_BLOCK_FIELD_NUMBER: builtins.int
     LORA_NAME_FIELD_NUMBER: builtins.int
     parent_hash: builtins.int
-    """Hash of the block that precedes the first one; 0 at the beginning of a prompt."""
+    """Hash of the block that precedes the first of block_hashes; 0 at the beginning of a prompt."""
     tokens_per_block: builtins.int
     lora_name: builtins.str
     @property

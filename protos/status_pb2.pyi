@@ -102,7 +102,7 @@ global___SystemStatus = SystemStatus
 
 @typing.final
 class Outage(google.protobuf.message.Message):
-    """A component was lost, and perhaps came back."""
+    """A period in which a component was lost."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -269,8 +269,9 @@ class GroupStatus(google.protobuf.message.Message):
     num_shared_blocks: builtins.int
     num_cached_blocks: builtins.int
     num_faults: builtins.int
-    """Number of faults: incorrect results, invalid messages, missing results. While the group is held off, the time until
-    it gets work again. `last_fault` is also set to the reason of the group's last death.
+    """Number of faults: incorrect results, invalid messages, missing results. While the group is held off, i.e. gets no
+    work because of faults or deaths, `held_off_ms` is the time until it gets work again. `last_fault` is the reason of
+    the last fault or death.
     """
     held_off_ms: builtins.int
     last_fault: builtins.str
@@ -611,7 +612,7 @@ class CellStatus(google.protobuf.message.Message):
     def detokenizers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[protos.loads_pb2.DetokenizerInfo]: ...
     @property
     def routers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RouterStatus]:
-        """Routers seen in the last seconds."""
+        """Routers that called in the last few seconds."""
 
     @property
     def counts(self) -> global___CountsSinceStart: ...
@@ -646,7 +647,7 @@ global___CellStatus = CellStatus
 
 @typing.final
 class DetachedRequests(google.protobuf.message.Message):
-    """One client's detached requests that run while nobody reads them. Routers count them for the client's quota."""
+    """One client's running detached requests whose output nobody reads. Routers count them against the client's quota."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -675,7 +676,7 @@ class DurationCounts(google.protobuf.message.Message):
     COUNTS_FIELD_NUMBER: builtins.int
     @property
     def bounds_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Upper bounds of the buckets in milliseconds; a last bucket has no upper bound."""
+        """Upper bounds of the buckets in milliseconds; `counts` has one more bucket, without an upper bound."""
 
     @property
     def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...

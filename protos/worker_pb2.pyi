@@ -199,14 +199,16 @@ class Register(google.protobuf.message.Message):
     any request.
     """
     kv_source: builtins.str
-    """Address from which other workers fetch blocks of this worker's pool, passed to them unchanged. Empty if they
-    cannot.
+    """Address from which other workers can fetch blocks of this worker's pool; the scheduler passes it to them unchanged.
+    Empty if they cannot fetch blocks.
     """
     num_micro_batches: builtins.int
-    """Number of steps without common sequences that the worker computes at once, one per pipeline stage. 0 means 1."""
+    """Number of steps that the worker computes at the same time, one per pipeline stage; these steps have no sequence in
+    common. 0 means 1.
+    """
     block_kind: builtins.str
     """Identifies everything besides the tokens that determines a block's bits: model, settings, code, instruction set.
-    Workers fetch blocks only from workers of the same kind. Empty if unknown, as from older workers.
+    Workers fetch blocks only from workers with the same value. Empty if unknown, as from older workers.
     """
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -354,8 +356,8 @@ global___BlocksFetched = BlocksFetched
 
 @typing.final
 class EncodeImage(google.protobuf.message.Message):
-    """Tells a worker with the feature `vision` to encode an image. The worker responds with ImageEncoded, and meanwhile
-    executes steps.
+    """Tells a worker with the feature `vision` to encode an image. The worker responds with ImageEncoded, and continues to
+    execute steps in the meantime.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -416,7 +418,7 @@ global___ImageEncoded = ImageEncoded
 
 @typing.final
 class Rejected(google.protobuf.message.Message):
-    """The worker is not compatible. It should exit with this reason."""
+    """The worker is not compatible. It should exit and report this reason."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -446,7 +448,7 @@ class Heartbeat(google.protobuf.message.Message):
     REMOVED_HASHES_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     last_step_id: builtins.int
-    """The last completed step, which proves progress and not only liveness."""
+    """The last completed step, which shows that the worker makes progress, not only that it is alive."""
     @property
     def memory(self) -> global___MemoryUsage: ...
     @property
@@ -584,8 +586,8 @@ class StepBatch(google.protobuf.message.Message):
     """1, 2, 3, … within an epoch. A gap or a repetition means that messages were lost or duplicated."""
     repeat_generation: builtins.bool
     """Generation: each row processes its last token and samples the next. With repeat_generation, the rows are those of
-    the previous step, minus released_rows, plus generation_rows; otherwise only generation_rows. They are in ascending
-    order.
+    the previous step, minus released_rows, plus generation_rows; otherwise only generation_rows. The rows are in
+    ascending order.
     """
     @property
     def released_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
@@ -649,16 +651,16 @@ class StepBatch(google.protobuf.message.Message):
     def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def adopted_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Blocks to fill with the contents that have these hashes, which were fetched (FetchBlocks), or are copied from dead
-        workers with the same kv_store or from tiers: parallel arrays.
+        """Blocks to fill, and the hashes of their contents, as parallel arrays. The contents have been fetched (FetchBlocks),
+        or are copied from dead workers with the same kv_store or from tiers.
         """
 
     @property
     def adopted_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def retained_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Blocks that tiers are to keep longer or shorter than others, by hash: parallel arrays of the priority (0 to 100; that
-        of other blocks is 35) and the time for which it holds, in milliseconds; 0: until the block is evicted.
+        """Blocks that tiers should keep for longer or shorter than others, as parallel arrays: hash, priority (0 to 100;
+        other blocks have 35), and the time in milliseconds for which the priority applies (0: until the block is evicted).
         """
 
     @property
@@ -667,8 +669,8 @@ class StepBatch(google.protobuf.message.Message):
     def retained_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def ahead_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Blocks in tiers that later steps will probably adopt, so that the worker reads them while it computes. They are held
-        until a step adopts them, as long as there is memory.
+        """Blocks in tiers that later steps will probably adopt; the worker reads them while it computes, and holds them until
+        a step adopts them, as long as there is memory.
         """
 
     def __init__(

@@ -85,7 +85,7 @@ class Caller:
         return self.name if self.is_authenticated else ""
 
     def scope(self, request_id: str) -> str:
-        """Return a request's internal id, which is unique to the caller if it is authenticated.
+        """Return a request's internal id, which is unique to the caller if the caller is authenticated.
 
         An admin refers to other callers' requests by their internal ids, which the logs and the status show. Nobody
         else can refer to a request by its internal id.
@@ -126,7 +126,7 @@ _MAX_QUOTA, _MAX_PRIORITY = 10**11, 100
 
 
 class _WatchedFile(ABC, Generic[_EntryT]):
-    """The lines of a file that is reloaded when it changes; an invalid change is logged and ignored."""
+    """The entries of a file that is reloaded when it changes; an invalid change is logged and ignored."""
 
     field: str
 
@@ -435,7 +435,7 @@ def _anonymous_roles(config: RouterConfig) -> frozenset[Role] | None:
     roles = parse_roles(config.anonymous_roles, "anonymous_roles")
     # An anonymous caller could otherwise choose the request id of an authenticated caller.
     if config.auth != "none" and not roles <= {Role.OBSERVE}:
-        raise ConfigError(f"may only be observe when auth is {config.auth}", field="anonymous_roles")
+        raise ConfigError(f"must be observe or unset when auth is {config.auth}", field="anonymous_roles")
     return roles
 
 

@@ -1,9 +1,9 @@
 """Loads schedulers: built-in ones by name, others through the entry points of installed packages.
 
-A package registers a scheduler in the entry point group `midstream.schedulers`. It is a class without constructor
-arguments that is derived from RequestScheduler; from CapacityScheduler or MicroBatchScheduler, to be combined with a
-built-in policy of the other kind; or from RequestListScheduler, a capacity policy that gets all active requests at
-once.
+A package registers a scheduler in the entry point group `midstream.schedulers`. The scheduler is a class derived from
+RequestScheduler; from CapacityScheduler or MicroBatchScheduler, to be combined with a built-in policy of the other
+kind; or from RequestListScheduler, a capacity policy that gets all active requests at once. Except for a
+RequestListScheduler, the class is constructed without arguments.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ class SchedulerService:
         await self.engine.wait_until_idle()
 
     async def stop(self) -> None:
-        """Stop at once."""
+        """Stop without draining."""
         await self.server.stop()
         await self.close()
 
@@ -283,7 +283,7 @@ class SchedulerService:
         self._http.stop()
 
 
-_STANDBY = "standby"  # the reason not to serve
+_STANDBY = "standby"  # the reported reason for not serving
 _LEAST = {
     "tokens_per_block": 1,
     "max_batch_size": 1,
@@ -298,7 +298,7 @@ _LEAST = {
 
 
 def check(config: SchedulerConfig) -> None:
-    """Raise ConfigError if settings conflict, or if they allow no request to run."""
+    """Raise ConfigError if settings conflict, or are too small to run any request."""
     for name, least in _LEAST.items():
         if getattr(config, name) < least:
             raise ConfigError(f"is {getattr(config, name)}; must be at least {least}", field=name)
@@ -346,7 +346,7 @@ def make_journal(
     config: SchedulerConfig, model: ModelFolder, limits: ModelLimits, port: int, clock: SteadyClock
 ) -> Journal:
     """Return the configured journal; if no path is configured, the file is named after the gRPC port. Raises
-    ConfigError if a standby is set for a journal without a lease, or PostgreSQL's package is missing.
+    ConfigError if `standby` is set for a journal without a lease, or the package for PostgreSQL is missing.
     """
     if config.standby and config.journal != "postgres":
         raise ConfigError("only a journal in PostgreSQL has a lease to wait for", field="standby")

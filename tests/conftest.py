@@ -142,9 +142,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class StalledProcesses:
-    """Ends the test processes, with their tracebacks, if no test has begun or ended for `limit_s` seconds.
+    """Aborts the test processes, which makes them print their tracebacks, if no test has begun or ended for `limit_s`
+    seconds.
 
-    A process may be stopped, or hang between two tests, where no other limit applies.
+    This covers processes that are suspended or hang between two tests, where faulthandler_timeout does not apply.
     """
 
     def __init__(self, limit_s: float) -> None:

@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 
 @functools.cache
 def speed_up() -> None:
-    """Replace the parts of the interpreter that do unused or repeated work."""
+    """Patch the interpreter so that it omits unused and repeated work."""
     _compute_no_unused_checks()
     _patch_the_language_once_per_kernel()
 
@@ -29,8 +29,8 @@ def _compute_no_unused_checks() -> None:
 
 
 def _patch_the_language_once_per_kernel() -> None:
-    """Patch the language when a kernel starts, and not for each function that the kernel calls, unless the function
-    sees another module of the language.
+    """Make the interpreter patch `triton.language` once per kernel launch instead of once per function call. A function
+    that uses other modules of the language still has them patched.
     """
     patch: Callable[[Any], Any] = interpreter._patch_lang
     start: Callable[..., Any] = interpreter.GridExecutor.__call__

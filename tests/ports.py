@@ -7,8 +7,9 @@ import random
 
 from midstream.cli.topology import is_free_port
 
-# The ports are below 32,768, where the kernel's ports for outgoing connections begin: those may be taken before a
-# process listens on them, or while it restarts. Each process of a test run has its own range.
+# The ports are below 32,768, where the kernel's ports for outgoing connections begin: an outgoing connection might take
+# such a port before a process listens on it, or while the process restarts. Each process of a test run has its own
+# range.
 _SLICE = 1_000
 _FIRST = 20_000 + _SLICE * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 12)
 _next = random.randrange(_SLICE)

@@ -33,7 +33,7 @@ _TIMEOUT_S = 400
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; `kind` is run, service, all or not run, or empty if the mark is missing."""
+    """A fenced block. `kind` is "run", "service", "all" or "not run", or empty if the mark is missing."""
 
     page: str
     line: int
@@ -82,8 +82,8 @@ def test_the_line_before_a_code_block_labels_it(mark: str, kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the environment of a new user: `midstream` and `python` of this environment come first, and the home is
-    separate.
+    """Return the environment variables of a new user: PATH begins with this environment's `midstream` and `python`, and
+    the home folder is separate.
     """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     theirs = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")}

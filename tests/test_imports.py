@@ -1,4 +1,4 @@
-"""The rules for imports, and that no external package replaces one of ours."""
+"""Checks of the rules for imports, and that no external package replaces one of ours."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ Clients write the requests of the public API and read its responses.
 
 The scan works by names. A field is written where a message's constructor receives it as a keyword, where it is
 assigned, or where a method that changes it is called; it is read where an attribute of its name is used, or where its
-name appears in HasField, getattr, a comparison or a table. Only files that import the generated module count, or that
-of a proto that imports it. The scan can miss a field that shares its name with another; everything it reports is a real
-finding.
+name appears in HasField, getattr, a comparison or a table. The scan includes only files that import the generated
+module of the proto or of another proto that imports it. The scan can miss a field that shares its name with another;
+everything it reports is a real finding.
 """
 
 from __future__ import annotations

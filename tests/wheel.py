@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TESTS = ("tests/integration",)
-# The files that these tests read, with the modules that they import; the other files cannot all be rewritten.
+# The files that these tests read and the modules that they import; the imports of some other files cannot be rewritten.
 FILES_OF_TESTS = ("tests", "examples", "docs", "pyproject.toml")
 NOT_COPIED = ("__pycache__", "benchmarks", "simulation", "status")
 EXTRAS = "router,scheduler,detokenizer,worker,tracing"
@@ -50,7 +50,8 @@ def main() -> int:
         copy_tests(folder / "tests-of-wheel")
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(sys.argv[1:] or TESTS)]
         status = subprocess.run(command, cwd=folder / "tests-of-wheel", env=environment, check=False).returncode
-        # This is checked last, since a loaded machine may exceed it, and the tests are of interest all the same.
+        # This limit is checked last, since a loaded machine may exceed it, and the results of the tests are useful even
+        # then.
         assert first_token_s < MAX_FIRST_TOKEN_S, f"the first token took {first_token_s:.0f} s"
         return status
 
@@ -84,7 +85,8 @@ def copy_tests(folder: Path) -> None:
 
 
 def answer_once(python: Path, folder: Path, environment: dict[str, str]) -> float:
-    """Start a service for the first time, next to a user's folder with the name of one of our packages.
+    """Start a service for the first time, in a working folder that contains a user's package with the name of one of
+    ours.
 
     Returns:
         The time to the first answer, in seconds.

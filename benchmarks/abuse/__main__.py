@@ -39,19 +39,19 @@ from midstream.client import AsyncClient
 
 PROBE, ABUSER = "token-of-the-probe", "token-of-the-abuser"
 MAX_RATIO = 3.0
-# Time after an abuse for its client's connections to be closed.
+# Time to wait after an abuse until the connections of its client are closed.
 _PAUSE_S = 3.0
 _START_S, _STOP_S = 60.0, 5.0
 
 
 @dataclass
 class Result:
-    """What the probe measured for each API, alone and under abusive load.
+    """The probe's measurements of each API, alone and under load.
 
     Attributes:
-        abuser: Number of requests of the abuser by outcome.
-        ordinary: The same for the ordinary requests.
-        cpu_s: CPU seconds of each component under abusive load, and alongside the ordinary requests.
+        abuser: Number of the abuser's requests by outcome.
+        ordinary: Number of ordinary requests by outcome.
+        cpu_s, ordinary_cpu_s: CPU seconds of each component under the abuse, and alongside the ordinary requests.
         router_mb: Largest resident memory of the router at the end of a round.
         probe_late_s: Largest scheduling delay of the probe itself, caused by the machine.
     """
@@ -133,7 +133,9 @@ async def measure(target: Target, name: str, num_rounds: int, seconds: float) ->
 async def running_abuser(
     target: Target, name: str, outcomes: Counter[str], cpu_s: dict[str, float]
 ) -> AsyncIterator[None]:
-    """Run an abuse while the context is open; count its requests by outcome, and the CPU seconds of each component."""
+    """Run an abuse while the context is open; add its requests to `outcomes`, and the CPU seconds of each component to
+    `cpu_s`.
+    """
     ports = (target.grpc.rpartition(":")[2], str(target.http_port))
     before = {part: cpu_seconds(process) for part, process in target.processes.items()}
     abuser = await asyncio.create_subprocess_exec(

@@ -1,6 +1,6 @@
 """The abuses, each run by its own client: `python -m benchmarks.abuse.abuses NAME GRPC_PORT HTTP_PORT TOKEN`.
 
-`ordinary-NAME` instead sends the ordinary requests that the abuse amounts to (AS_ORDINARY).
+With `ordinary-NAME`, it instead sends a comparable number of ordinary requests (AS_ORDINARY).
 
 The process prints a line once the abuse is in place, and on SIGTERM the number of its requests by outcome.
 """
@@ -33,7 +33,7 @@ from tests.router.unfinished import UnfinishedCalls
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub
 
-# Differs from the probe's address, since some limits apply per address.
+# This address differs from the probe's, since some limits apply per address.
 _SOURCE = "127.0.0.2"
 _GENERATE = "/midstream.v1.Midstream/Generate"
 _STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -117,7 +117,7 @@ class Abuser:
 
 
 async def watches(abuser: Abuser) -> None:
-    """4,500 watch streams over five connections; the client reads none of them."""
+    """Open 4,500 watch streams over five connections, and read none of them."""
     watched = {
         "/midstream.v1.Midstream/GetIterationStats": stats_pb2.GetIterationStatsRequest(stream=True),
         "/midstream.v1.Midstream/GetStatus": status_pb2.GetStatusRequest(stream=True),
@@ -139,7 +139,7 @@ async def watches(abuser: Abuser) -> None:
 
 
 async def wide_requests(abuser: Abuser) -> None:
-    """Two concurrent requests at a time, each with 14 sequences of 8,000 tokens."""
+    """Keep two requests in progress, each with 14 sequences of 8,000 tokens."""
 
     async def send() -> str:
         request = abuser.request(max_tokens=8000)
@@ -151,17 +151,17 @@ async def wide_requests(abuser: Abuser) -> None:
 
 
 async def full_queue(abuser: Abuser) -> None:
-    """1,000 concurrent requests of 200 tokens."""
+    """Keep 1,000 requests of 200 tokens in progress."""
     await abuser.flood(1000, lambda: abuser.generate(abuser.request(max_tokens=200)))
 
 
 async def long_prompts(abuser: Abuser) -> None:
-    """16 concurrent requests with prompts of 8,000 tokens."""
+    """Keep 16 requests with prompts of 8,000 tokens in progress."""
     await abuser.flood(16, lambda: abuser.generate(abuser.request(8000, 1)))
 
 
 async def oversized_bodies(abuser: Abuser) -> None:
-    """Four concurrent uploads of 64 MB request bodies."""
+    """Send four request bodies of 64 MB at a time."""
     block = b" " * (1 << 16)
 
     async def send() -> str:
@@ -184,13 +184,13 @@ async def oversized_bodies(abuser: Abuser) -> None:
 
 
 async def large_bodies(abuser: Abuser) -> None:
-    """16 concurrent request bodies of almost 3 MB, whose prompts are too long."""
+    """Send 16 request bodies of almost 3 MB at a time; their prompts are too long."""
     body = json.dumps({"prompt": [300] * 600_000, "max_tokens": 1}).encode()
     await abuser.flood(16, lambda: abuser.http("POST", "/v1/completions", body))
 
 
 async def uploads(abuser: Abuser) -> None:
-    """Four concurrent uploads of 95 MB files."""
+    """Upload four files of 95 MB at a time."""
     head = 'content-disposition: form-data; name="{}"\r\n\r\n'
     start = "--x\r\n" + head.format("purpose") + "batch\r\n--x\r\n" + head.format('file"; filename="f')
     body = start.encode() + b'{"custom_id": "1"}\n' * 5_000_000 + b"\r\n--x--\r\n"
@@ -199,7 +199,7 @@ async def uploads(abuser: Abuser) -> None:
 
 
 async def slow_requests(abuser: Abuser) -> None:
-    """2,000 connections, each of which sends one byte of a header or body per second."""
+    """Open 2,000 connections, and send one byte of a header or body per second on each."""
 
     async def one(*, has_head: bool) -> None:
         while True:
@@ -265,7 +265,7 @@ async def _hold(abuser: Abuser, port: int, first: bytes) -> None:
 
 
 async def continuation_frames(abuser: Abuser) -> None:
-    """32 gRPC and 32 HTTP connections, each with a header that never ends."""
+    """Open 32 gRPC and 32 HTTP connections, and send a header that never ends on each."""
 
     async def send(port: int, first: bytes, more: bytes) -> str:
         _, writer = await abuser.connect(port)
@@ -289,12 +289,12 @@ async def continuation_frames(abuser: Abuser) -> None:
 
 
 async def unfinished_messages(abuser: Abuser) -> None:
-    """1,000 calls, each with a one-megabyte message that lacks its last byte."""
+    """Make 1,000 calls, each with a one-megabyte message that lacks its last byte."""
     await _leave_unfinished(abuser, _GENERATE)
 
 
 async def unfinished_inferences(abuser: Abuser) -> None:
-    """1,000 KServe streams, each with a one-megabyte message that lacks its last byte."""
+    """Open 1,000 KServe streams, each with a one-megabyte message that lacks its last byte."""
     await _leave_unfinished(abuser, _STREAM_INFER)
 
 
@@ -319,7 +319,7 @@ async def _leave_unfinished(abuser: Abuser, method: str) -> None:
 
 
 async def inferences(abuser: Abuser) -> None:
-    """Eight KServe streams that send new requests as fast as they are accepted and never read the responses."""
+    """Send requests on eight KServe streams as fast as they are accepted, and never read the responses."""
     data = _inference(b"so the stream goes on " * 1000)
 
     async def send() -> str:
@@ -334,7 +334,7 @@ async def inferences(abuser: Abuser) -> None:
 
 
 async def ordinary_inferences(abuser: Abuser) -> None:
-    """Eight KServe streams of 32 concurrent requests each, together a full batch, whose responses are read."""
+    """Run eight KServe streams of 32 concurrent requests each, together a full batch, and read the responses."""
     data = _inference(b"so the stream goes on")
 
     async def send() -> str:
@@ -362,7 +362,7 @@ def _inference(text: bytes) -> bytes:
 
 
 async def reconnects(abuser: Abuser) -> None:
-    """64 clients that repeatedly connect to either port and disconnect."""
+    """Let 64 clients repeatedly connect to either port and disconnect."""
     preface = _PREFACE + _frame(4, 0, 0, b"")
 
     async def send() -> str:
@@ -378,7 +378,7 @@ async def reconnects(abuser: Abuser) -> None:
 
 
 async def guides(abuser: Abuser) -> None:
-    """64 concurrent requests, each with a large schema that has not been sent before."""
+    """Keep 64 requests in progress, each with a large schema that has not been sent before."""
     numbers = itertools.count()
 
     async def send() -> str:
@@ -393,7 +393,7 @@ async def guides(abuser: Abuser) -> None:
 
 
 async def long_texts(abuser: Abuser) -> None:
-    """16 concurrent texts of 400,000 characters that are expensive to tokenize."""
+    """Send 16 texts of 400,000 characters at a time, which are expensive to tokenize."""
     letters = "aaaaaaaaaaaaaaab"
 
     async def send() -> str:
@@ -403,13 +403,13 @@ async def long_texts(abuser: Abuser) -> None:
 
 
 async def long_histories(abuser: Abuser) -> None:
-    """16 concurrent chats of 4,000 messages."""
+    """Send 16 chats of 4,000 messages at a time."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": f"message {i} goes on and on"} for i in range(4000)]
     await abuser.flood(16, lambda: abuser.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1}))
 
 
 async def stop_words(abuser: Abuser) -> None:
-    """64 concurrent requests with the maximum number of stop words and banned words, different ones in each."""
+    """Keep 64 requests in progress, each with the maximum number of stop words and banned words of its own."""
     numbers = itertools.count()
 
     async def send() -> str:
@@ -422,7 +422,7 @@ async def stop_words(abuser: Abuser) -> None:
 
 
 async def cancelled_streams(abuser: Abuser) -> None:
-    """64 concurrent requests that are cancelled immediately or at their first token."""
+    """Keep 64 requests in progress, and cancel each immediately or at its first token."""
 
     async def send() -> str:
         call = abuser.stub.Generate(abuser.request(64, 1000))
@@ -437,7 +437,7 @@ async def cancelled_streams(abuser: Abuser) -> None:
 
 
 async def resumes(abuser: Abuser) -> None:
-    """64 concurrent calls that resume a completed request of 2,000 tokens, or a request that does not exist."""
+    """Resume a completed request of 2,000 tokens, or a request that does not exist, with 64 calls at a time."""
     request = abuser.request(max_tokens=2000)
     request.request_id = f"resumed-{os.getpid()}"
     await abuser.generate(request)
@@ -452,7 +452,7 @@ async def resumes(abuser: Abuser) -> None:
 
 
 async def embeddings(abuser: Abuser) -> None:
-    """Four concurrent calls with 2,048 inputs each."""
+    """Make four embedding calls at a time, with 2,048 inputs each."""
 
     async def send() -> str:
         request = service_pb2.EmbedRequest()
@@ -465,7 +465,7 @@ async def embeddings(abuser: Abuser) -> None:
 
 
 async def polling(abuser: Abuser) -> None:
-    """64 concurrent calls for metrics, health, models, status and statistics."""
+    """Make 64 calls at a time for metrics, health, models, status and statistics."""
     pages = itertools.cycle(("/metrics", "/health", "/v1/models", "/openapi.json", "/dashboard"))
 
     async def page() -> str:
@@ -496,7 +496,7 @@ async def polling(abuser: Abuser) -> None:
 
 
 async def slow_readers(abuser: Abuser) -> None:
-    """200 streams of 8,000 tokens whose client never reads them."""
+    """Keep 200 streams of 8,000 tokens open, and never read them."""
 
     async def send() -> str:
         call = abuser.stub.Generate(abuser.request(max_tokens=8000))
@@ -506,7 +506,7 @@ async def slow_readers(abuser: Abuser) -> None:
 
 
 async def stored_responses(abuser: Abuser) -> None:
-    """32 concurrent requests whose responses are stored."""
+    """Keep 32 requests in progress whose responses are stored."""
     fields: dict[str, object] = {"input": "so the stream goes on " * 200, "max_output_tokens": 1, "store": True}
     await abuser.flood(32, lambda: abuser.post("/v1/responses", fields))
 
@@ -531,7 +531,8 @@ def _generate(at_once: int, num_prompt_tokens: int, max_tokens: int) -> Callable
     return lambda abuser: abuser.flood(at_once, lambda: abuser.generate(abuser.request(num_prompt_tokens, max_tokens)))
 
 
-# For each abuse, the same number of ordinary requests, to which a client is entitled, as the service computes at once.
+# For each abuse whose requests are computed: as many ordinary requests, to which a client is entitled, as the service
+# computes at once during the abuse.
 AS_ORDINARY: dict[str, Callable[[Abuser], Awaitable[None]]] = {
     "full-queue": _generate(256, 16, 200),
     "stop-words": _generate(64, 16, 200),

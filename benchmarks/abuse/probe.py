@@ -28,11 +28,11 @@ _Way = Callable[[int], Awaitable[float]]
 
 @dataclass
 class Seen:
-    """What the probe measured over one API.
+    """The probe's measurements of one API.
 
     Attributes:
         times_s: Seconds from the call to the first token, for each successful request.
-        errors: Why the other requests failed.
+        errors: Error messages of the failed requests.
     """
 
     times_s: list[float] = field(default_factory=list)

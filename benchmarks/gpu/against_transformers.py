@@ -175,8 +175,8 @@ def measure_generate(report: Report) -> None:
 
 
 def measure_compiled_generate(report: Report) -> None:
-    """Measure the same with a static cache, for which `generate` compiles the decode step and captures it as a
-    graph.
+    """Measure greedy decode steps relative to `generate` with a static cache, for which it compiles the decode step and
+    captures it as a graph.
     """
     _measure_generate(report, "transformers' generate, compiled", {"cache_implementation": "static"})
 

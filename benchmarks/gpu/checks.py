@@ -18,7 +18,7 @@ from kernels.block_weight import KINDS
 from tests.kernels import exact
 from tests.kernels.paged import PagedBatch, paged_batch
 
-# Maximum relative error in the norm; 16-bit results are rounded, and so are attention weights.
+# Maximum relative error of the norm; with 16-bit types, results and attention weights are rounded.
 LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 INT8_LIMIT, FLOAT8_LIMIT = 1.5e-2, 6e-2
 
@@ -30,9 +30,9 @@ class Sizes:
     Attributes:
         lengths: (context, queries) of each sequence.
         heads: (query heads, KV heads, head size) of each attention check.
-        rows, hidden: For the small kernels.
-        vocab_size: For sampling.
-        dtypes: Number types to check.
+        rows, hidden: Number of rows and hidden size in the checks of all other kernels.
+        vocab_size: Vocabulary size in the check of sampling.
+        dtypes: Data types that the device supports.
     """
 
     device: torch.device
@@ -148,7 +148,7 @@ def _check_attention(report: Report, sizes: Sizes, heads: tuple[int, int, int], 
         report.error(name, exact.error(operations.paged_attention(*args).cpu(), expected), LIMITS[dtype])
         split = operations.paged_attention(*args, num_shares=4)
         report.error(f"{name}, 4 splits", exact.error(split.cpu(), expected), LIMITS[dtype])
-        # The program that merges the splits differs between runs, and on a device the splits finish concurrently.
+        # Which program merges the splits varies between runs, since on a device the splits run concurrently.
         num_runs = 50 if sizes.device.type == "cuda" else 1
         again = [operations.paged_attention(*args, num_shares=4) for _ in range(num_runs)]
         num_different = sum(not torch.equal(one, split) for one in again)
@@ -242,7 +242,7 @@ def _check_matrix_kernels(report: Report, sizes: Sizes, dtype: torch.dtype) -> N
 
 
 def _check_blocks(report: Report, x: Tensor, outer: int, dtype: torch.dtype) -> None:
-    """Check products with each kind of blocks, and the weights that are unpacked."""
+    """Check matrix multiplication with each kind of weight blocks, and unpacking these blocks."""
     rows, inner = x.shape
     for kind, group, has_minimum in (
         ("int4", 32, True),
@@ -265,7 +265,7 @@ def _check_blocks(report: Report, x: Tensor, outer: int, dtype: torch.dtype) -> 
 
 
 def _check_experts(report: Report, x: Tensor, dtype: torch.dtype) -> None:
-    """Check products in which each row has two of five matrices, and weighted sums of these."""
+    """Check multiplication of each row by two of five experts' matrices, and weighted sums of the products."""
     rows, inner = x.shape
     weight = torch.randn(5, 72, inner).to(x.device, dtype)
     experts = torch.randint(0, 5, (2 * rows,), dtype=torch.int32, device=x.device)
@@ -338,8 +338,8 @@ def _check_invariance(report: Report, sizes: Sizes) -> None:
 
 
 def _check_sampling(report: Report, sizes: Sizes) -> None:
-    """Compare sampled tokens with those of the same rules on a sorted float64 distribution with the same uniform
-    numbers.
+    """Compare sampled tokens with those that the same rules select from a sorted float64 distribution with the same
+    uniform numbers.
     """
     from gpu_worker.sampling.uniforms import uniforms
 

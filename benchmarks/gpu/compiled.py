@@ -51,8 +51,8 @@ from kernels.triton.rank_sum import RankSum
 
 # Compute capabilities of Ampere, Hopper and Blackwell.
 CAPABILITIES = (80, 90, 100)
-# The oldest version that pyproject.toml allows, the one that CUDA builds of PyTorch 2.13 require, and the newest.
-# A kernel has the same key under all versions.
+# The oldest version that pyproject.toml allows, the version that CUDA builds of PyTorch 2.13 require, and the newest. A
+# kernel has the same key under all versions.
 TRITON_VERSIONS = ("3.6.0", "3.7.1", "3.9.0")
 TABLE = Path(__file__).with_name("compiled.jsonl")
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -107,7 +107,7 @@ def compile_cases(names: set[str], capability: int = 90, keys: set[str] | None =
             key = _key(function, args, kwargs)
             # A case may launch a kernel more than once.
             if key not in made and (keys is None or key in keys):
-                function.device_caches.clear()  # it may hold a kernel compiled for another capability
+                function.device_caches.clear()  # these caches may hold a kernel compiled for another capability
                 made[key] = (function.__name__, function.warmup(*args, grid=grid, **kwargs))
 
         return compile_only
@@ -533,7 +533,7 @@ CASES: dict[str, Callable[[], object]] = {
 }
 
 
-# Cases that are compiled with float16 and float32 as well; for attention there are such cases above.
+# Cases that are also compiled with float16 and float32; the attention cases above include these types.
 _IN_ALL_TYPES = (
     *("norm", "head norm", "residual norm", "rotary", "silu", "store", "norm, rotary and store", "linear", "LoRA"),
     *("grouped linear, 8 rows", "grouped linear, 2048 rows", "int8 linear, 64 rows", "gate, up and SiLU, 1 row"),
@@ -558,10 +558,10 @@ if __name__ == "__main__":
         help="compute capability times ten; may be repeated [90]",
     )
     parser.add_argument(
-        "--check", action="store_true", help="print the cases that compiled.jsonl lacks, and differences"
+        "--check", action="store_true", help="print missing cases, and cases of NAME with different results"
     )
-    parser.add_argument("--write", action="store_true", help="compile these, and add them to it")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="of --write")
+    parser.add_argument("--write", action="store_true", help="compile missing cases, and add them to compiled.jsonl")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="number of processes of --write")
     parser.add_argument("--triton", metavar="VERSION", default=triton.__version__, help="version for --write")
     parser.add_argument("--table", action="store_true", help="print compiled.jsonl as a table")
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """Time each kernel at the shapes of an 8B model, to show where a step spends its time.
 
-There are no limits. Two sets of attention and linear kernels are listed next to each other, to check the choice between
+There are no limits. Attention and linear kernels are listed next to their alternatives, to check the choice between
 them.
 """
 
@@ -42,7 +42,7 @@ def _measure_prefill_attention(report: Report, batch_size: int, length: int) -> 
         "Triton": lambda: operations.paged_attention(q, keys, values, *tables, 0.1)
     }
     for backend in attention_choice.installed(torch.cuda.get_device_capability()).values():
-        # A package that needs larger blocks copies the small ones.
+        # A package that needs larger blocks copies small blocks.
         for size in (TOKENS_PER_BLOCK, _LARGE_BLOCK):
             case = AttentionCase(q.dtype, q.dtype, HEADS, KV_HEADS, HEAD_DIM, size)
             if backend.refusal(case) is None:
@@ -61,7 +61,9 @@ def _measure_prefill_attention(report: Report, batch_size: int, length: int) -> 
 def _in_blocks(
     size: int, keys: Tensor, values: Tensor, tables: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """Return the caches in blocks of `size` tokens, and tables of as many of them; which ones does not affect times."""
+    """Return the caches in blocks of `size` tokens, and block tables for these; they refer to arbitrary blocks, which
+    does not affect times.
+    """
     shape, every = (-1, size, KV_HEADS, HEAD_DIM), size // TOKENS_PER_BLOCK
     return (keys.view(shape), values.view(shape)), (tables[0][:, ::every].contiguous() // every, *tables[1:])
 
@@ -167,11 +169,11 @@ def _measure_linear_shape(report: Report, outer: int, inner: int, num_rows: int)
 
 
 def _measure_experts(report: Report, num_tokens: int) -> None:
-    """Measure the gates and ups of 8 of 128 experts of width 768 with hidden size 2,048."""
+    """Measure the gate and up projections of 8 of 128 experts, with intermediate size 768 and hidden size 2,048."""
     num_experts, num_active, hidden, size = 128, 8, 2048, 768
     weight = torch.randn(num_experts, 2 * size, hidden, device=CUDA, dtype=torch.bfloat16)
     x = torch.randn(num_tokens, hidden, device=CUDA, dtype=torch.bfloat16)
-    # Several choices, so that the chosen experts of one token are not all in the GPU's cache.
+    # Use several choices of experts, so that with one token not all of their weights are in the GPU's cache.
     chosen = [
         torch.rand(num_tokens, num_experts, device=CUDA).topk(num_active).indices.flatten().int()
         for _ in range(NUM_COPIES)

@@ -1,4 +1,4 @@
-"""Measure the limits of the device, which everything else is compared with."""
+"""Measure the limits of the device, with which all other measurements are compared."""
 
 from __future__ import annotations
 

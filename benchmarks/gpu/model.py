@@ -93,7 +93,7 @@ class _Linear:
 
 
 class RandomWeights:
-    """Weights of a rank's part as the loader returns them, created on the device."""
+    """Random weights of a rank's shard, in the form that the loader returns, created on the device."""
 
     def __init__(self, shard: Shard, device: torch.device, dtype: torch.dtype) -> None:
         self._shard, self._description, self._device, self._dtype = shard, shard.part, device, dtype
@@ -161,7 +161,7 @@ def random_decoder(
     shard: Shard | None = None,
     tensor_ranks: TensorRanks = ONE_RANK,
 ) -> TorchDecoder:
-    """Return the native decoder of this shape, or a rank's part of it."""
+    """Return the native decoder of this shape, or a rank's shard of it."""
     description = describe(config)
     weights = cast("DecoderWeights", RandomWeights(shard or whole_shard(description), device, dtype))
     return TorchDecoder(description, weights, dtype, device, shard, tensor_ranks)

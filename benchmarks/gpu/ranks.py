@@ -1,4 +1,4 @@
-"""Steps of a worker group of two tensor-parallel ranks, each with its own GPU, and their sums.
+"""Steps and all-reduces of a worker group of two tensor-parallel ranks, each with its own GPU.
 
 This process is rank 0, and it starts rank 1. A machine with one GPU cannot measure this. Without a GPU, two ranks on
 CPUs run at tiny sizes over gloo, only to test that they run.
@@ -33,14 +33,15 @@ if TYPE_CHECKING:
 
 _HOST = "127.0.0.1"
 _NUM_RANKS = 2
-# Sizes of sums, in rows of the hidden size: a decode step, the largest one-shot sum of an 8B model, and more.
+# Sizes of all-reduces, in rows of the hidden size: a decode step, the largest one-shot all-reduce of an 8B model, and a
+# larger one.
 _SUM_ROWS = (1, 32, 64)
 _REPEATS = 20
 _END_S = 20.0
 
 
 def measure_ranks(report: Report) -> None:
-    """Measure sums and decode steps of two ranks, relative to the limit of two devices."""
+    """Measure all-reduces of two ranks, and their decode steps relative to the limit of two devices."""
     num_gpus = torch.cuda.device_count()
     if num_gpus == 1:
         report.note("two tensor-parallel ranks", "not measured: they need two GPUs, and this machine has one")
@@ -114,7 +115,7 @@ def _config() -> WorkerConfig:
 
 
 def _join(size: Sizes, config: WorkerConfig, rank: int, port: int) -> tuple[RankGroup, LoadedModel]:
-    """Join the group as this rank, and make its part of the model."""
+    """Join the group as this rank, and create its shard of the model."""
     from gpu_worker.parallel.group import RankGroup
 
     os.environ |= {
@@ -135,8 +136,8 @@ def _join(size: Sizes, config: WorkerConfig, rank: int, port: int) -> tuple[Rank
 
 @torch.inference_mode()
 def _sum_seconds(communicator: RankCommunicator, size: Sizes) -> list[tuple[int, float, float]]:
-    """Return the bytes of sums, their times as a step computes them, and their times as all-reduces. Both ranks must
-    call this together.
+    """Return the size in bytes of each all-reduce, its time as performed in a step, and its time with
+    torch.distributed. Both ranks must call this at the same time.
     """
     measure = graph_seconds if communicator.device.type == "cuda" else _wall_seconds
     found = []

@@ -55,7 +55,7 @@ _SAMPLINGS = {
     "log probabilities": SamplingParams(temperature=0.0, log_probs=5),
 }
 _PROMPT = 64
-# Number of sequences that fit in a step over a long context, and number of drafts per row.
+# Number of sequences for which the graphs of long contexts have room, and number of drafts per row.
 _LONG_ROWS, _NUM_DRAFTS = 8, 4
 # Number of kernels in a profile.
 _MOST_KERNELS = 8
@@ -117,7 +117,7 @@ class Bench:
     """A runner with a model of random weights, and the functions that run its steps."""
 
     def __init__(self, size: Sizes, batch_size: int, tokens_each: int, runner: ModelRunner | None = None) -> None:
-        """Use a runner made with `settings_of`; None creates one."""
+        """Use `runner`, which has the settings of `settings_of`; if it is None, create one."""
         self.size = size
         self.blocks_each = -(-tokens_each // TOKENS_PER_BLOCK)
         self.runner = runner or random_runner(
@@ -172,11 +172,13 @@ class Bench:
         return statistics.median(walls)
 
     def decode_seconds(self) -> float:
-        """Return the same as `step_seconds`, for decode steps of the current rows."""
+        """Return the median time of decode steps of the current rows, run as in `step_seconds`."""
         return self.step_seconds(Step(repeat_generation=True) for _ in range(self.size.num_steps))
 
     def in_turn_seconds(self) -> float:
-        """Return the median time of decode steps of the current rows that are finished before the next is launched."""
+        """Return the median time of decode steps of the current rows, each of which is finished before the next one is
+        launched.
+        """
         walls = []
         for _ in range(self.size.num_steps):
             started = time.perf_counter()
@@ -187,7 +189,7 @@ class Bench:
 
 def limit_s(report: Report, size: Sizes, num_tokens: int, context: int) -> float:
     """Return the time to read the KV cache of `context` tokens once and to multiply `num_tokens` rows by all matrices,
-    which takes at least as long as reading these; NaN if the device's rates are unknown.
+    which takes at least as long as reading the matrices; NaN if the device's rates are unknown.
     """
     bandwidth, rate = (report.figures.get(name, float("nan")) for name in ("bandwidth", "matmul"))
     weights = weight_bytes(size.description, 2)
@@ -258,7 +260,7 @@ class RandomMasks:
         return bool(self._asked)
 
     def answer(self) -> Constraints:
-        """Return the masks of these rows."""
+        """Return the masks of the rows that `ask` found."""
         return Constraints(dict.fromkeys(self._asked, self._mask))
 
     def close(self) -> None:
@@ -289,7 +291,7 @@ def measure_sampled(report: Report) -> None:
 
 
 def measure_mixed(report: Report) -> None:
-    """Measure decode with a short prompt in every step, relative to decode steps alone."""
+    """Measure decode with a short prompt in every step, relative to decode steps without prompts."""
     size = sizes()
     num_rows = sorted(size.batches)[-2]
     prompt = min(_PROMPT, size.context)
@@ -434,7 +436,7 @@ def measure_drafts(report: Report) -> None:
     """
     size = sizes()
     batch_size = sorted(size.batches)[1]
-    # In the recorded steps of a smaller batch, there is no room for so many drafts.
+    # The recorded steps of a smaller maximum batch size have no room for so many drafts.
     bench = Bench(size, max(size.batches), size.context + 8 * size.num_steps)
     bench.start(batch_size, size.context)
     plain_s = bench.decode_seconds()

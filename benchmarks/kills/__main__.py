@@ -45,7 +45,7 @@ _WHOLE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the public comparison. `theirs` is the number of requests, of 800, that NVIDIA Dynamo completed."""
+    """One row of the public comparison; `theirs` is how many of the 800 requests NVIDIA Dynamo completed."""
 
     name: str
     kind: str
@@ -104,7 +104,7 @@ def main() -> int:
 
 
 async def run_streams(arguments: argparse.Namespace, console: Console) -> bool:
-    """Run 64 streams while a process is killed every two seconds."""
+    """Run concurrent streams while a process is killed every two seconds."""
     questions = make_questions(arguments.streams, arguments.tokens)
     with running_service(arguments.model, 2, 2, 2, folder=arguments.run_dir) as service:
         async with AsyncClient(service.routers, unavailable_timeout_s=120) as client:
@@ -183,7 +183,8 @@ async def run_gaps(arguments: argparse.Namespace, console: Console) -> bool:
                 windows[kind] = [await _kill_once(service, client, kind) for _ in range(arguments.kills)]
             is_over.set()
             await asking
-    # Whether a token is the first after a kill is only known if it arrived after the kill's window.
+    # Gaps are computed after all streams have ended, since the token that ends a gap may arrive after the kill's
+    # window.
     for kind, times in windows.items():
         table.add_row(kind, str(len(times)), *_quantiles(_gaps(ledger, questions, times)))
     console.print(table)

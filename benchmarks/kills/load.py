@@ -94,7 +94,9 @@ async def expectations(client: AsyncClient, questions: list[Question], at_once: 
 async def stream_until(
     client: AsyncClient, questions: list[Question], expected: list[Result], is_over: Callable[[], bool], ledger: Ledger
 ) -> None:
-    """Repeat each question in a stream until `over` is set; the last request is still completed."""
+    """Repeat each question in its own stream until `is_over` returns True; the last request of each stream is still
+    completed.
+    """
 
     async def one(number: int) -> None:
         while True:

@@ -44,7 +44,7 @@ from midstream.client import AsyncClient
 
 PORT = 18_400
 NO_FAULT = "nothing"
-# The requests of a row repeat this many different ones.
+# Number of different requests, which are repeated within a row.
 NUM_DIFFERENT = 64
 Row = dict[str, object]
 
@@ -155,7 +155,9 @@ async def run_rows(
 
 
 def whole_first(restore: Callable[[], None], fault: Fault | None) -> Fault | None:
-    """Return the fault, injected when all processes are running again."""
+    """Return a fault that waits until all processes are running again, and then injects `fault`; None if `fault` is
+    None.
+    """
     if fault is None:
         return None
 

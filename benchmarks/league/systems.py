@@ -66,7 +66,7 @@ class Server:
                 )
 
     def wait_until_healthy(self) -> None:
-        """Wait until the server is healthy; raise RuntimeError if it takes too long."""
+        """Return once the server is healthy; raise RuntimeError if this takes too long."""
         give_up_at = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < give_up_at:
             try:

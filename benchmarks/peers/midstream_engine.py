@@ -28,7 +28,7 @@ MAX_KV_TOKENS = 1 << 15
 
 @dataclass(slots=True)
 class Running:
-    """A request in a row."""
+    """A request that occupies a row."""
 
     row: int
     request: Request

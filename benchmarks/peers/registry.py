@@ -30,7 +30,7 @@ _ALL: tuple[Peer, ...] = (
     Transformers("bfloat16"),
 )
 PEERS: dict[str, Peer] = {peer.name: peer for peer in _ALL}
-# One peer of each engine, and our worker alone.
+# At least one peer of each engine except transformers, and our worker alone.
 QUICK_PEERS = (
     *("midstream", "midstream-bf16", "midstream-engine", "llamacpp", "openvino-fp16", "openvino-int8"),
     *(VllmServer(dtype).name for dtype in _VLLM_DTYPES),

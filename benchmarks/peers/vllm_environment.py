@@ -10,7 +10,7 @@ from .peer import ALL_WORKLOADS, NUM_THREADS, Paths, Step, export_step, new_envi
 
 ENVIRONMENT = "vllm"
 MAX_SEQUENCE_LENGTH = 2048
-# Without the first two variables, it uses only one core.
+# Without the first two variables, vLLM uses only one core.
 SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": f"0-{NUM_THREADS - 1}",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",

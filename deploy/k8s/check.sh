@@ -13,7 +13,7 @@ trap 'rm -r "$rendered"' EXIT
 for overlay in overlays/*/; do
     name=$(basename "$overlay")
     kubectl kustomize "$overlay" > "$rendered/$name.yaml"
-    # It warns about LeaderWorkerSet and ScaledObject, whose schemas are not part of Kubernetes.
+    # kubernetes-validate warns about LeaderWorkerSet and ScaledObject, whose schemas are not part of Kubernetes.
     "$bin/kubernetes-validate" --strict --quiet "$rendered/$name.yaml"
 done
 for values in ../helm/midstream/ci/*.yaml; do

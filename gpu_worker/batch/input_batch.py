@@ -41,7 +41,7 @@ class PreparedStep:
         inputs: Inputs of the model; None if no row is left to run.
         sampled_rows: Rows that sample a token, in the order of the output.
         is_run: bool [sampled rows]; False if the row has failed and is not in `inputs`.
-        contexts: Context chunks in `inputs`, in which they come first.
+        contexts: Context chunks in `inputs`, where they precede the generation rows.
         failed_contexts: Context chunks left out of `inputs` because their rows have failed.
         drafts: Draft tokens to verify for generation rows.
     """
@@ -72,8 +72,8 @@ class InputBatch:
         self._generation = EMPTY
 
     def prepare(self, step: Step) -> PreparedStep:
-        """Apply `step` to the rows and return the model's input; the caller copies the blocks copy_sources to
-        copy_targets.
+        """Apply `step` to the rows and return the model's input; the caller must copy the blocks `copy_sources` to
+        `copy_targets`.
 
         Raises:
             ExecutionError: The step contradicts earlier steps; the epoch must be abandoned.

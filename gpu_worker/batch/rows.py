@@ -55,7 +55,7 @@ class Rows:
         temperature, top_k, top_p, min_p, seeds: Fields of `sampling` as vectors.
         sequence_indices: int32 [num_rows].
         occupancies: int32 [num_rows]; incremented whenever the row gets another sequence.
-        features: uint16 [num_rows]; the `Feature` bits that the row's parameters use.
+        features: uint16 [num_rows]; the `Feature` bits that the row's parameters require.
         failed: Errors of rows that cannot run, by row.
     """
 
@@ -107,7 +107,7 @@ class Rows:
         self.seeds[row], self.sequence_indices[row] = sampling.seed, new.sequence_index
         # A beam does not sample: its temperature only scales the log probabilities of the candidates.
         self.temperature[row] = sampling.temperature if sampling.beam_width == 1 else 0
-        # It may exceed an int32; a limit of at least the vocabulary's size keeps all tokens.
+        # top_k may exceed an int32; any value of at least the vocabulary size keeps all tokens.
         self.top_k[row] = min(sampling.top_k, self._vocab_size)
         self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
         self.outputs[row] = new.outputs
@@ -168,7 +168,8 @@ class Rows:
     def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
         """Append one token to each of `rows`; no row may occur twice."""
         lengths = self.lengths[rows]
-        # The scheduler ends a sequence here at the latest; until it does, the last element is overwritten.
+        # The scheduler ends a sequence at max_sequence_length at the latest; until then, the last element is
+        # overwritten.
         places = np.minimum(lengths, self.max_sequence_length - 1)
         self.tokens[rows, places] = token_ids
         self.lengths[rows] = np.minimum(lengths + 1, self.max_sequence_length)

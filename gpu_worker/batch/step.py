@@ -22,9 +22,9 @@ class SamplingParams:
     """Sampling parameters of one sequence; the defaults are those of the public API.
 
     Attributes:
-        end_ids: Tokens that may not be sampled before `min_tokens` output tokens.
+        end_ids: Tokens that must not be sampled before `min_tokens` output tokens.
         embedding_bias: (token id, value added to its logit).
-        no_repeat_ngram_size: Size of n-grams that may not occur twice; 0 means no such limit.
+        no_repeat_ngram_size: Size of n-grams that must not occur twice; 0 means no such limit.
         top_p_decay, top_p_min, top_p_reset_id: Per-token decay of top_p; a reset id of -1 means none.
         beam_width: Above 1, the row is a beam, which reports candidates instead of a token.
         num_draft_tokens: Maximum number of draft tokens that the row verifies in a step.
@@ -130,9 +130,10 @@ class NewSequence:
         token_ids: [num_tokens]; the first num_prompt_tokens are the prompt.
         block_ids: The first entries of the block table.
         prompt: The prompt adapter, if any; token ids from the vocabulary size on index its table.
-        prompt_table: The table itself, float32 [num_virtual_tokens, hidden_size]; looked up by prompt_table_key.
-        num_virtual_tokens: Rows of that table, once known.
-        error: Why the sequence cannot run here; the error of each of its samples.
+        prompt_table: A table sent with the request instead of a prompt adapter, float32 [num_virtual_tokens,
+            hidden_size]; its parts arrive before the step, under `prompt_table_key`.
+        num_virtual_tokens: Number of rows of the adapter's or the request's table, once known.
+        error: If set, the sequence cannot run on this worker, and each of its samples fails with this error.
     """
 
     row: int

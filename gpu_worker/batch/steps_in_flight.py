@@ -2,7 +2,7 @@
 
 On a GPU, the next step is received and launched while the current one runs, so that the device does not become idle:
 the loop launches a step as soon as it arrives, and finishes a step as soon as its result is available. On a CPU a step
-is complete when launch returns, and its result is delivered first.
+is complete when launch returns, and its result is delivered before the next step is launched.
 
 In a pipeline of CPU ranks, a step that has arrived is launched if it has no rows in common with those in flight;
 otherwise the loop waits for the oldest step.

@@ -9,7 +9,8 @@ import zlib
 import numpy as np
 from numpy.typing import NDArray
 
-# Format, kind, hash and number of content bytes; followed by the checksum of these and of the contents.
+# Header of a block: format, kind, hash and number of content bytes. In a file, a checksum of the header and the
+# contents follows.
 _HEADER = struct.Struct("<8s16sQQ")
 _FORMAT = b"MSKVBLK1"
 _CHECKSUM_BYTES = 16

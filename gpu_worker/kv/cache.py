@@ -153,7 +153,8 @@ class KvCache:
             self._store.close()
 
     def adopt(self, hashes: NDArray[np.uint64], targets: IntArray) -> IntArray:
-        """Fill blocks with data fetched from tiers or from dead workers' pools; return the blocks that were not found.
+        """Fill blocks with data from prefill workers, tiers or dead workers' pools; return the blocks that were not
+        found.
 
         Args:
             hashes: [N], content hashes of the blocks.
@@ -164,7 +165,7 @@ class KvCache:
             missing = self.fetcher.take(hashes, targets, self.memory)
         if self.tiers is not None and len(missing):
             missing = self.tiers.fetch(hashes[np.isin(targets, missing)], missing)
-        # This comes last, because it waits a little for the locks of workers that have just died.
+        # This comes last, because it waits briefly until the locks of workers that have just died are released.
         if self._store is not None and self._memory is not None and len(missing):
             missing = self._store.fetch(hashes[np.isin(targets, missing)], missing, self._memory)
         return missing
@@ -219,7 +220,8 @@ def choose_num_blocks(
 
     Args:
         bytes_per_block: Bytes of a block over all layers.
-        free_memory_fraction: Fraction of the free memory on a GPU; on a CPU a quarter of that, at most 4 GiB.
+        free_memory_fraction: Fraction of the free memory to use on a GPU; a CPU worker uses a quarter of that, at most
+            4 GiB.
         max_kv_tokens: Upper limit of the pool's size in tokens; 0 means none.
         max_useful_tokens: Number of tokens in the largest batch of the longest sequences.
 

@@ -15,13 +15,13 @@ _FOREVER_NS = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A priority, and when it ends in nanoseconds since the Unix epoch; by default, when the block is evicted."""
+    """A priority and its end, in nanoseconds since the Unix epoch; by default it holds until the block is evicted."""
 
     priority: int
     until_ns: int = _FOREVER_NS
 
     def is_over(self, now_ns: int) -> bool:
-        """Return whether the block has the default priority again."""
+        """Return whether the retention has ended, so that the block has the default priority again."""
         return self.until_ns <= now_ns
 
     def raised(self, other: Retention) -> Retention:

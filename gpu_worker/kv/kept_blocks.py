@@ -48,7 +48,7 @@ class KeptBlocks:
             self._to_come[step.step_id] = new
 
     def finish(self, step_id: int, *, is_whole: bool) -> None:
-        """Record the blocks that a completed step of this epoch filled, unless some of the step was not computed."""
+        """Record the blocks that a completed step of this epoch filled, unless a part of the step was not computed."""
         new = self._to_come.pop(step_id, {})
         if is_whole:
             self._hashes |= new

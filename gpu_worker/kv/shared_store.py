@@ -1,12 +1,12 @@
 """KV pools in shared memory that survive their processes, so that other workers on the host can reuse their blocks.
 
 Each pool is a file in one shared-memory folder: the hashes of its blocks, their seals, then its keys, then its values.
-A worker holds a lock on its file, which the kernel releases when the process ends for any reason; until then no other
-process reads it. KeptBlocks guarantees that the hashes are valid at any moment. A seal is a checksum that a thread
-computes once a block is full; blocks of a dead worker without a valid one are not used, because whatever killed the
-worker may have changed them. The file name encodes the kind of its blocks; blocks of one kind and hash are
-bit-identical whichever worker computes them, so a copied block equals a computed one. Files of dead workers are removed
-after a while.
+A worker holds a lock on its file, which the kernel releases when the process ends for any reason; until then other
+processes read it only in transfers (see `transfer`), which verify each block. KeptBlocks guarantees that the hashes are
+valid at any moment. A seal is a checksum that a thread computes once a block is full; blocks of a dead worker without a
+valid one are not used, because whatever killed the worker may have changed them. The file name encodes the kind of its
+blocks; blocks of one kind and hash are bit-identical whichever worker computes them, so a copied block equals a
+computed one. Files of dead workers are removed after a while.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class KvStore:
     def _read_sealed(self, pool: PoolMemory, block: int, value: int) -> Bytes | None:
         contents, found = pool.read(block, value), int(pool.seals[block])
         if contents is None or found >> 32 != half_hash(value):
-            return None  # not this block, or its worker died before it was sealed
+            return None  # another block, or its worker died before sealing it
         if found != seal(block_header(self._digest, value, len(contents)), value, contents):
             self.num_damaged += 1
             logger.warning("a KV block of a dead worker is corrupt and will be computed")
@@ -266,7 +266,9 @@ class KvStore:
         return PoolMemory(hashes, keys, values, seals=seals)
 
     def _keep_clean(self) -> None:
-        """Remove dead workers' pools on the second scan that finds them, so that others had time to copy from them."""
+        """Remove dead workers' pools on the second scan that finds them, so that other workers have time to copy from
+        them.
+        """
         while not self._stopped.wait(_KEEP_S):
             with contextlib.suppress(OSError), self._locked_folder():
                 self._seen = self._remove_left(self._seen.__contains__)
@@ -307,7 +309,7 @@ def _unlocked(path: Path) -> Iterator[int | None]:
 
 
 def _hashes_size(num_blocks: int) -> int:
-    """Return the bytes of the hashes, and of the seals."""
+    """Return the size of the hashes in bytes, in whole pages; the seals have the same size."""
     return -(-num_blocks * 8 // _PAGE) * _PAGE
 
 
@@ -319,7 +321,7 @@ def free_bytes(folder: Path) -> int:
     """Return the number of free bytes in a folder that are not reserved for the pools of live workers."""
     room = shutil.disk_usage(folder).free
     for path in _pools(folder):
-        with contextlib.suppress(FileNotFoundError):  # removed by its worker
+        with contextlib.suppress(FileNotFoundError):  # its worker has just removed it
             if not _is_left(path):
                 status = path.stat()
                 room -= max(0, status.st_size - status.st_blocks * 512)

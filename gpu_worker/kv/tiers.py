@@ -6,16 +6,17 @@ contents. The file's header repeats the kind and the hash, and a checksum covers
 before a block is used: a file that is corrupt, truncated or misnamed counts as a miss and is removed.
 
 Workers of one kind on a host share the folders without locks: files are written under a temporary name and renamed, a
-block's contents are identical whichever worker computed them, and a reader keeps a file open after another process
-removes it. The index may be out of date for some seconds, which costs a miss or a redundant write.
+block's contents are identical whichever worker computed them, and a reader can finish reading a file that another
+process removes. The index may be out of date for some seconds, which costs a miss or a redundant write.
 
-If a request asked to keep a block longer or shorter than others, an empty file next to it is named after the block's
-hash, priority and the time until which this holds, in nanoseconds since the Unix epoch.
+If a request asked to keep a block longer or shorter than others, an empty file next to the block's file records this:
+its name contains the block's hash, the priority, and the time until which the priority holds, in nanoseconds since the
+Unix epoch.
 
 A separate thread stores blocks when they are full, so steps do not wait for it and blocks are stored before the pool
 evicts them. The worker reports the stored hashes to the scheduler, which then asks for these blocks instead of having
-them computed. Another thread reads blocks that later steps need, so that these steps only copy them; a step reads
-those for which this is too late.
+them computed. Another thread reads blocks ahead of the steps that need them, so that these steps only copy them; a step
+waits for blocks that have not been read ahead in time.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Interval between scans for other workers' files; also how long a tier is paused after a write error.
+# Interval between scans for other workers' files, and time for which a tier is paused after a write error.
 _SCAN_S, _PAUSE_S = 5.0, 10.0
-# How long a step waits for its blocks. A disk that responds slowly or not at all, such as a network disk, must not stop
-# its worker.
+# How long a step waits for its blocks. A disk that responds slowly or not at all, such as a network disk, must not
+# block its worker.
 _HUNG_S = 2.0
 # How long to wait for the threads when closing.
 _CLOSE_S = 5.0
-# Kinds that no worker has used for this long are removed, for example those of models that are no longer served. Memory
-# is scarcer than disks, and each upgrade leaves a kind.
+# Time without use after which the blocks of a kind are removed from host memory and from disk, for example those of a
+# model that is no longer served, or of an earlier version. It is shorter for memory, which is scarcer.
 UNUSED_HOST_S, _UNUSED_S = 3600.0, 7 * 86_400.0
 # Maximum number of blocks waiting to be stored; the oldest are dropped, since they can be computed again.
 _MAX_WAITING = 8192
@@ -65,7 +66,8 @@ _MAX_WAITING = 8192
 _RETAINED_SHARE = 0.5
 # Length of a block's file name: its hash in hexadecimal.
 _NAME_LENGTH = 16
-# How long an incomplete file, or a retention without its block, may belong to a process that is writing it.
+# Age after which an incomplete file, or a retention file without its block, is considered abandoned and removed; a
+# process may still be writing a younger one or its block.
 _INCOMPLETE_S = 60.0
 
 
@@ -96,7 +98,7 @@ class TierFolder:
             max_bytes: Maximum total size of files of this kind.
             max_bytes_per_s: Maximum rate of this process's writes; 0 means no limit.
             unused_s: How long other kinds are kept after their last use.
-            free_bytes: Returns how many bytes blocks may still take up, if others need space in the same file system.
+            free_bytes: Returns how many bytes blocks may still take up; None if nothing else needs the space.
 
         Raises:
             ConfigError: The folder cannot be used, or others can access it.
@@ -115,7 +117,7 @@ class TierFolder:
         # Retentions of blocks that are about to be stored, oldest first.
         self._expected: OrderedDict[int, Retention] = OrderedDict()
         self._news: dict[int, bool] = {}
-        self._forgotten: set[int] = set()  # since the last scan began
+        self._forgotten: set[int] = set()  # found missing or unreadable since the last scan began
         self._is_private = False
         self._paused_until = self._may_write_at = 0.0
         self._write_s = (block_bytes + HEAD_BYTES) / max_bytes_per_s if max_bytes_per_s else 0.0
@@ -148,7 +150,7 @@ class TierFolder:
 
     def scan(self) -> None:
         """Read the folder, including files of other workers, in the order of their last use; create it if it has been
-        removed. Evict blocks above the limit. While others can access the folder, the tier is empty.
+        removed. Evict blocks above the limit. While other users can access the folder, the tier counts as empty.
         """
         with self._lock:
             self._forgotten.clear()
@@ -163,7 +165,8 @@ class TierFolder:
             before, self._index = self._index, order
             self._news |= dict.fromkeys(set(before) - set(order), False)
             self._news |= dict.fromkeys(set(order) - set(before), True)
-        # Other workers may have stored as many blocks at the same time, and the limit may have been higher before.
+        # Other workers may have stored blocks up to the limit at the same time, and the limit may have been higher
+        # before.
         self._make_room(self._max_blocks, MAX_PRIORITY)
 
     def _read_folder(self) -> EvictionOrder:
@@ -207,11 +210,11 @@ class TierFolder:
         return True
 
     def retain(self, value: int, retention: Retention) -> None:
-        """Record that a request asked to keep a block, which is or will be stored, for a longer or shorter time than
-        others.
+        """Record a request's retention of a block that is or will be stored.
 
-        As in the pool, this only raises the retention of a block that is stored. Blocks with a raised priority hold at
-        most half of the tier; above it, those of the lowest priority, then the least recently used, lose theirs.
+        As in the pool, this can only raise the retention of a block that is already stored. Blocks with a raised
+        priority take at most half of the tier; if there are more, they lose their retention: the lowest priority first,
+        then the least recently used.
         """
         now_ns = time.time_ns()
         with self._lock:
@@ -340,7 +343,7 @@ class TierFolder:
         return True
 
     def _make_room(self, max_blocks: int, priority: int) -> bool:
-        """Evict blocks until this number is left; return False if the rest has a higher priority."""
+        """Evict blocks of at most this priority until `max_blocks` are left; return False if that is not possible."""
         while True:
             with self._lock:
                 if len(self._index) <= max_blocks:
@@ -358,8 +361,8 @@ class TierFolder:
             self.num_evicted += 1
 
     def _mark(self, value: int, before: Retention, after: Retention) -> None:
-        """Replace the file that shows a block's retention; there is none for the default. If that fails, other workers,
-        and this one after a scan, use the default.
+        """Replace the file that records a block's retention; the default retention has no file. If that fails, other
+        workers, and this one after a scan, use the default.
         """
         old, new = (
             None if item == DEFAULT_RETENTION else self._folder / f"{value:016x}.{item.priority}.{item.until_ns}"
@@ -387,7 +390,7 @@ class TierFolder:
 
 @dataclass(frozen=True, slots=True)
 class StoreChanges:
-    """Hashes of the blocks stored and removed since the last call."""
+    """Hashes of the blocks stored and removed since the last call of `KvTiers.hashes` or `KvTiers.changes`."""
 
     stored: tuple[int, ...]
     removed: tuple[int, ...]
@@ -424,7 +427,7 @@ class KvTiers:
         self._waiting: deque[tuple[int, int]] = deque(maxlen=_MAX_WAITING)
         # Blocks that a tier cannot take yet, because of its maximum rate.
         self._delayed: deque[tuple[int, int]] = deque(maxlen=_MAX_WAITING)
-        self._retentions: dict[int, Retention] = {}  # that the tiers do not know yet
+        self._retentions: dict[int, Retention] = {}  # not yet passed to the tiers
         self._wake, self._stopped = threading.Condition(), False
         self._is_storing = False
         self.num_read_ahead = 0
@@ -432,10 +435,10 @@ class KvTiers:
         self._ahead: OrderedDict[int, None] = OrderedDict()  # blocks to read ahead, in this order
         self._held: OrderedDict[int, Bytes] = OrderedDict()  # blocks that were read ahead, oldest first
         self._wake_reader = threading.Condition()
-        # Blocks that a step waits for, and where to put them.
+        # Hashes of the blocks that a step waits for, with the queue for their contents; None ends the thread.
         self._to_read: SimpleQueue[tuple[list[int], SimpleQueue[Bytes | None]] | None] = SimpleQueue()
-        # Targets of the blocks that are being read, and those for which steps no longer wait. While the two are the
-        # same, a read hangs, and steps use no tier.
+        # The queue for the blocks that are being read, and the last queue that a step stopped waiting for. While the
+        # two are the same, the read hangs, and steps do not use the tiers.
         self._reading: SimpleQueue[Bytes | None] | None = None
         self._abandoned: SimpleQueue[Bytes | None] | None = None
         if tiers:
@@ -447,7 +450,9 @@ class KvTiers:
         self._thread.start()
 
     def offer(self, blocks: Iterable[tuple[int, int]]) -> None:
-        """Queue blocks to be stored, each with its content hash; those that change before that are skipped."""
+        """Queue blocks, each with its content hash, to be stored; blocks that change before they are stored are
+        skipped.
+        """
         with self._wake:
             self._waiting.extend(blocks)
             self._wake.notify()
@@ -492,7 +497,9 @@ class KvTiers:
         return np.array(missing, dtype=np.int32)
 
     def _read(self, values: list[int]) -> Iterator[Bytes | None]:
-        """Yield blocks in order, read by a thread; None for missing ones, and for the rest once this takes too long."""
+        """Yield blocks in order, read by a thread; None for missing blocks and, after a timeout, for the remaining
+        ones.
+        """
         answers: SimpleQueue[Bytes | None] = SimpleQueue()
         is_waiting = self._reading is None or self._reading is not self._abandoned
         if is_waiting and values:
@@ -533,7 +540,7 @@ class KvTiers:
                 is_held = value in self._held
             contents = None if is_held else self._get(value)
             with self._wake_reader:
-                # A step may have needed it in the meantime.
+                # A step may have needed the block in the meantime, and removed it from the list.
                 if self._ahead.pop(value, self) is None and contents is not None:
                     self._held[value] = contents
                     if len(self._held) > self._max_held:
@@ -615,7 +622,7 @@ class KvTiers:
             if tier.confirm(value):
                 continue
             if tier.delay_s or (tier.is_limited and self._delayed and not is_delayed):
-                self._delayed.append((block, value))  # after the blocks that have waited longer
+                self._delayed.append((block, value))  # behind the blocks that have waited longer
             else:
                 lacking.append(tier)
         if not lacking and self._seal is None:
@@ -651,14 +658,16 @@ class KvTiers:
 
 
 def _remove_left(entry: os.DirEntry[str]) -> None:
-    """Remove an incomplete or superfluous file, unless a process may be writing what belongs to it."""
+    """Remove an incomplete or superfluous file, unless it is so new that a process may still be writing it or its
+    block.
+    """
     with contextlib.suppress(OSError):
         if time.time() - entry.stat().st_mtime > _INCOMPLETE_S:
             Path(entry.path).unlink()
 
 
 def _remove_unused(folder: Path, unused_s: float) -> None:
-    """Remove kinds that no worker has used for a long time; other files in the folder are not ours."""
+    """Remove kinds that no worker has used for a long time, and leave all other files in the folder."""
     for kind in folder.iterdir():
         with contextlib.suppress(OSError, ValueError):
             if len(bytes.fromhex(kind.name)) == 16 and time.time() - kind.stat().st_mtime > unused_s:

@@ -222,7 +222,7 @@ class ZmqTransport:
         if reply.block >= len(pool.hashes):
             raise ValueError("there is no such block")
         found = pool.read(reply.block, reply.hash)
-        return np.zeros(0, dtype=np.uint8) if found is None else found  # it has changed since; the caller verifies it
+        return np.zeros(0, dtype=np.uint8) if found is None else found  # it has changed; the caller's checksum fails
 
     def close(self) -> None:
         self._socket.close()
@@ -343,7 +343,7 @@ class BlockFetcher:
         return Fetched(job.epoch, found, tuple(gone))
 
     def _fetch_some(self, job: _Job, left: list[int], missing: list[int], dropped: set[int]) -> None:
-        """Fetch the first of the blocks in `left`, and remove these from the list."""
+        """Fetch the first blocks in `left`, and remove them from the list."""
         transport = self._transports.get(job.kv_source)
         if transport is None:
             if len(self._transports) >= _MAX_CONNECTIONS:

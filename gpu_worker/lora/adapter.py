@@ -21,7 +21,7 @@ _EXPERT_MODULES = ("experts_gate", "experts_up", "experts_down", *_SHARED)
 class LoraPair:
     """Adds scale * (x a^T) b^T to the output of a linear layer with input x: a [R, K], b [N, R].
 
-    The pair of a module of experts has one of each for every expert: a [E, R, K], b [E, N, R].
+    For a module of experts, a [E, R, K] and b [E, N, R] contain one pair for each expert.
     """
 
     a: Tensor
@@ -193,8 +193,8 @@ def _attention_shapes(d: DecoderDescription) -> dict[str, tuple[int, int]]:
 
 
 def zero_adapter(description: DecoderDescription, *, of_experts: bool = False) -> Adapter:
-    """Return an adapter that adds zero to the outputs of all linear layers, except those of experts, or only to those
-    of the experts of one layer, because they take so much memory.
+    """Return an adapter that adds zero to the outputs of all linear layers outside experts or, if `of_experts`, of the
+    experts of one layer; adapters of more experts would take too much memory.
     """
     if of_experts:
         first, count = next(
@@ -214,8 +214,8 @@ def zero_adapter(description: DecoderDescription, *, of_experts: bool = False) -
 
 
 def module_paths(description: DecoderDescription) -> dict[str, tuple[str, ...]]:
-    """Return our module names for the path of each linear layer in the files; the rows of several modules are
-    concatenated.
+    """Return our module names for the path of each linear layer in the files; if a layer has several modules, their
+    rows are concatenated.
     """
     names, latent = family_of(description.architecture).names, description.latent
     if latent is not None:

@@ -43,7 +43,9 @@ class _Placed(Generic[P]):
 
 
 class AdapterCache(Generic[P]):
-    """Adapters by fingerprint. `load`, `prefetch` and `unload` are thread-safe; others must run in one thread."""
+    """Adapters by fingerprint. `load`, `prefetch` and `unload` are thread-safe; all other methods must be called from
+    one thread.
+    """
 
     def __init__(
         self,

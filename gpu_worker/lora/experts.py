@@ -59,7 +59,7 @@ class ExpertTensors:
         hidden, size, count = d.hidden_size, shapes["experts_down"][0], _num_experts(d)
         inner = len(shapes) - 1  # number of matrices before the activation
         kinds = {(hidden, inner * size): "gate_up" if inner == 2 else "up", (size, hidden): "down"}
-        is_swapped = order == "stacked"  # PEFT swaps inputs and outputs of this form
+        is_swapped = order == "stacked"  # in this form, PEFT swaps inputs and outputs
         sizes = (b.shape[0], a.shape[-1]) if is_swapped else (a.shape[-1], b.shape[0])
         if a.dim() != 2 or b.dim() != 2 or sizes not in kinds:
             raise WrongTensorError(

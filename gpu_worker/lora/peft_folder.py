@@ -208,7 +208,7 @@ class _Lora:
             raise _wrong(f"{self._weights_path}: {error}") from None
         for target in self._config.get("target_parameters") or []:
             kind = "down" if str(target).endswith("down_proj") else "up"
-            is_meant = not any(part.isdigit() for part in str(target).split("."))  # in all layers
+            is_meant = not any(part.isdigit() for part in str(target).split("."))  # no layer number: for all layers
             if f"experts_{kind}" not in pairs and is_meant:
                 raise _wrong(f"{self._weights_path}: the tensors of {target} of layer {layer} are missing")
         left.difference_update(names)
@@ -219,8 +219,8 @@ class _Lora:
         targets, only = self._config.get("target_modules"), self._config.get("layers_to_transform")
         excluded = self._config.get("exclude_modules") or []
         if not isinstance(targets, list) or not isinstance(excluded, list):
-            # A regular expression from an untrusted file may take forever to match; the file contains the modules that
-            # it selects.
+            # A regular expression from an untrusted file may take forever to match, so it is not evaluated; the modules
+            # are those whose tensors the weight file contains.
             return set()
         suffixes = tuple(f".{name}" for name in excluded)
 
@@ -254,7 +254,7 @@ class _Lora:
         return {module: LoraPair(a, part, scale) for module, part in zip(modules, torch.split(b, sizes), strict=True)}
 
     def _rank_and_scale(self, path: str) -> tuple[int, float]:
-        """Return the rank of a module's pair, and its factor."""
+        """Return the rank and the scale of a module's pair."""
         rank = int(self._setting("rank_pattern", path, self._rank))
         if not 1 <= rank <= self._max_rank:
             raise _wrong(f"{self._config_path}: rank {rank}; this worker supports 1 to {self._max_rank}")
@@ -264,7 +264,8 @@ class _Lora:
     def _setting(self, patterns: str, path: str, default: float) -> float:
         """Return a module's value in rank_pattern or alpha_pattern, or the default if it has none."""
         for key, value in (self._config.get(patterns) or {}).items():
-            # PEFT writes this prefix if it converts modules to parameters; it matches the same paths without it.
+            # PEFT writes this prefix if it converts modules to parameters; without the prefix, the pattern matches the
+            # same paths.
             pattern = key.removeprefix(r".*\.")
             if not pattern.replace(".", "").replace("_", "").isalnum():
                 raise UnsupportedError(f"{self._config_path}: {patterns}: {pattern!r} is not a name", field="path")

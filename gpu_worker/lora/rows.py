@@ -66,13 +66,13 @@ class RowAdapters(Generic[P]):
             self._release(row)
 
     def adapters(self, token_rows: IntArray) -> AdapterTokens[P] | None:
-        """Return the adapters of flattened tokens, given each token's row; None at once if no row has an adapter."""
+        """Return the adapters of flattened tokens, given each token's row; None if no row has an adapter."""
         if not self._placed:
             return None
         rows = [row for row in np.unique(token_rows).tolist() if row in self._placed]
         if not rows:
             return None
-        # Sort by key, so that the same adapters in other rows form the same batch.
+        # Sort by key, so that the order of the adapters does not depend on which rows use them.
         found = dict(sorted((self._placed[row] for row in rows), key=itemgetter(0)))
         places = {fingerprint: i for i, fingerprint in enumerate(found)}
         of_row = np.full(int(token_rows.max()) + 1, -1, dtype=np.int32)

@@ -51,9 +51,9 @@ class ForwardInputs:
         adapters: LoRA adapters of the tokens; None if no token has one, or if adapter_slots is set.
         virtual: Embeddings that replace token ids; None if there are none.
         adapter_slots: [M]; slots of the tokens' adapters on the device, -1 for none.
-        adapter_use: What the adapters in adapter_slots may change.
-        max_queries: Upper bound of the tokens of one sequence. If set, sequences may have no tokens, and tokens past
-            the last sequence are padding; if None, each sequence has at least one token, and there is no padding.
+        adapter_use: The matrices that the adapters in `adapter_slots` may change.
+        max_queries: Upper bound of the number of tokens per sequence. If set, sequences may have no tokens, and tokens
+            past the last sequence are padding; if None, each sequence has at least one token, and there is no padding.
     """
 
     token_ids: Tensor
@@ -74,7 +74,7 @@ class Probe:
     """Specifies intermediate results of a forward pass to keep, and holds them.
 
     Attributes:
-        layers: Layers whose output is kept; 0 is the embeddings, the number of layers the normed output.
+        layers: Hidden states to keep: 0 is the embeddings, i the output of layer i; the last layer's output is normed.
         states: By layer, [M, hidden_size]; filled by the pass.
         last: Input of `Decoder.logits`, [M, hidden_size]; filled by the pass.
     """
@@ -142,8 +142,8 @@ class _Layer:
 
 
 class TorchDecoder:
-    """A decoder in `dtype` on `device`; matrices keep the values of their stored format, and int8 matrices their
-    integers.
+    """A decoder that computes in `dtype` on `device`. Matrices have the values of their stored format; outside experts,
+    int8 matrices and, on a GPU, block formats stay quantized.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class TorchDecoder:
         self._adapters = AdapterArena(d, 0, 1, dtype, device)
 
     def reserve_adapters(self, num_bytes: int, max_rank: int) -> None:
-        """Allocate the memory for LoRA adapters, which cannot be placed before."""
+        """Allocate the memory for LoRA adapters; call this before placing any."""
         self._adapters = AdapterArena(self._description, num_bytes, max_rank, self._dtype, self._device)
 
     def packed_adapter(self, adapter: Adapter) -> Adapter:
@@ -251,7 +251,7 @@ class TorchDecoder:
                 if self._description.attention_output_scale != 1.0:
                     mixed = mixed * self._description.attention_output_scale
             if layer.recurrent is not None:
-                # Each rank computes all of this part.
+                # Recurrent layers are not sharded: each rank computes the whole output.
                 made = self._scaled(layer.recurrent(x, self._states(i), pieces, add_lora))
                 mixed = made if mixed is None else made + mixed
             added, residual = self._fed_forward(layer, x, mixed, residual, add_lora, add_expert_lora)
@@ -279,7 +279,9 @@ class TorchDecoder:
         return logits
 
     def _slots(self, inputs: ForwardInputs) -> tuple[Tensor | None, Tensor | None]:
-        """Return the slots of the tokens' adapters, and the same for experts; None if no adapter changes these."""
+        """Return the slots of the tokens' adapters, once for linear layers and once for experts; None if no adapter
+        changes them.
+        """
         slots, use = inputs.adapter_slots, inputs.adapter_use
         if inputs.adapters is not None:
             slots, use = self._adapters.slots(inputs.adapters), adapter_use(inputs.adapters)
@@ -324,12 +326,12 @@ class TorchDecoder:
         add_lora: AddLora | None,
         add_expert_lora: AddExpertLora | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the feed-forward network's output, which is to be added to the residual stream, and the residual
-        stream.
+        """Run a layer's feed-forward network, if it has one; return the output that is still to be added to the
+        residual stream, and the residual stream.
 
         Args:
-            x: Its normalized input.
-            mixed: The output of its attention; None if it has none.
+            x: The layer's normalized input.
+            mixed: The output of the layer's attention or recurrent part; None if it has neither.
             residual: The residual stream before the layer.
         """
         if layer.feed_forward is None:
@@ -442,7 +444,7 @@ class TorchDecoder:
             return ShortConvLayer(kind, inputs[0], conv, bias, output)
         assert w.step_bias is not None
         assert w.decay_logs is not None
-        # These parameters are small, and they are exponentiated.
+        # Keep these parameters in float32: they are small, and they are exponentiated.
         step_bias, decay_rates = (
             tensor.float().to(self._device) for tensor in (w.step_bias, -torch.exp(w.decay_logs.float()))
         )
@@ -479,7 +481,7 @@ class TorchDecoder:
 
     def _linear(self, weights: LinearWeights, *, keeps_blocks: bool = True) -> Linear:
         bias = self._placed(weights.bias)
-        # On a CPU, quantized weights would be dequantized in every step.
+        # Only a GPU keeps blocks: on a CPU, they would be dequantized in every step.
         if keeps_blocks and self._device.type == "cuda" and (parts := weights.weight.as_blocks()):
             placed = tuple(
                 (part.to(self._device), None if order is None else order.to(self._device)) for part, order in parts

@@ -87,8 +87,8 @@ class DeltaNet:
     Attributes:
         key_heads, value_heads: Numbers of heads; every key head has the same number of value heads.
         kernel: Number of tokens that the convolution of queries, keys and values covers.
-        is_in_turn: Whether the rows of the input matrices are interleaved by key head, in two matrices; else there are
-            four: queries, keys and values; gates; corrections; decays.
+        is_in_turn: Whether there are two input matrices, with rows interleaved by key head; otherwise there are four:
+            queries, keys and values; gates; corrections; decays.
     """
 
     key_heads: int
@@ -220,8 +220,8 @@ class DecoderDescription:
         has_gated_ffn: Whether feed-forward networks and experts multiply the activation by a second product.
         embedding_scale, residual_scale, logits_scale: Factors of embeddings, of additions to the residual stream, and
             of the logits.
-        scales_virtual: Whether the factor of embeddings also applies to virtual tokens, as in models that transformers
-            gives a factor of `inputs_embeds`.
+        scales_virtual: Whether the factor of embeddings also applies to virtual tokens, as in models whose transformers
+            implementation scales `inputs_embeds`.
         logits_softcap: Like `softcap`, but for the logits.
         has_mlp_bias: Whether plain feed-forward networks have biases.
         has_attention_bias: False if attention has no biases; None if this depends on the weights.

@@ -59,7 +59,7 @@ def _read_one(connection: socket.socket) -> None:
     for limit, value in (
         (resource.RLIMIT_AS, MEMORY_BYTES),
         (resource.RLIMIT_CORE, 0),
-        # code that a file makes the decoder run could stop the timer
+        # in addition to the timer, which code injected by a file could stop
         (resource.RLIMIT_CPU, math.ceil(CPU_LIMIT_S) + 1),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NOFILE, 0),  # the connection is open already
@@ -71,7 +71,7 @@ def _read_one(connection: socket.socket) -> None:
 
 
 def _wait(pid: int) -> int:
-    """Return the exit code of a reader, which is killed at the time limit; it is then that of SIGALRM."""
+    """Wait for a reader, kill it at the time limit, and return its exit code: that of SIGALRM if it was killed."""
     killed = []
 
     def kill(*_: object) -> None:

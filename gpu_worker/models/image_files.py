@@ -1,5 +1,5 @@
 """Reads image files in separate processes (image_file_reader.py): files come from clients, and the libraries that
-decode them may crash, use any amount of memory and time, or run what a file contains.
+decode them may crash, use any amount of memory and time, or execute code that a file contains.
 
 A child process, which never sees a file, forks a reader for each file. The file and the image travel over a connection
 that only this reader has, so that no file affects the image of another. A file that makes its reader die twice is
@@ -25,7 +25,7 @@ MAX_PIXELS, MAX_SIDE = 1 << 25, 1 << 14
 # Limits of a reader.
 CPU_LIMIT_S = 10.0
 MEMORY_BYTES = 1 << 30
-# Time limit for a reader that does not compute; its processor time has a separate limit.
+# Limit of a reader's elapsed time, in case it waits instead of computing; its processor time has a separate limit.
 WALL_LIMIT_S = 60.0
 _TOO_LONG = "takes too long"
 _CRASHES = "crashes the process that reads it"
@@ -57,7 +57,7 @@ class ImageFiles:
                 return _image(*self._child.read(data))
             except ChildProcessError as error:
                 reason = str(error)
-            except OSError:  # the reader is not to blame
+            except OSError:  # the child has failed, not only the reader
                 reason = "ends the process that reads it"
                 self.close()
             if reason == _TOO_LONG:  # a second attempt would take just as long

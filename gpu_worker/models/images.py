@@ -122,5 +122,7 @@ def _load(folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> Any:
     try:
         model.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
-        raise ConfigError(f"the vision encoder of {folder.path} does not fit: {error}", field="model") from None
+        raise ConfigError(
+            f"the tensors of the vision encoder of {folder.path} do not match config.json: {error}", field="model"
+        ) from None
     return model

@@ -37,7 +37,7 @@ _KV_DTYPES = {
     "int8": torch.int8,
     "f8": torch.float8_e4m3fn,
 }
-# Architectures whose outputs are neither the logits of the next token nor the classes of a text.
+# Architectures whose outputs are neither next-token logits nor class scores for a text.
 _OTHER_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
 # Minimum compute capability for float8 (Ada, Hopper).
 _FLOAT8_CAPABILITY = (8, 9)
@@ -94,7 +94,8 @@ def load_model(config: WorkerConfig, folder: ModelFolder, communicator: RankComm
 
 def load_beside(config: WorkerConfig, folder: ModelFolder, communicator: RankCommunicator | None = None) -> LoadedModel:
     """Load `folder` as `load_model` does, but keep the attention kernels that were chosen for another model."""
-    # Imported here because these need the readers of weight files, which a model created elsewhere does not need.
+    # Imported here because these modules need the packages that read weight files; code that creates models in other
+    # ways does not.
     from gpu_worker.models.native import CpuDecoder
     from gpu_worker.models.weights.decoder_weights import DecoderWeights
     from gpu_worker.parallel.shard_weights import ShardWeights
@@ -141,8 +142,8 @@ def load_beside(config: WorkerConfig, folder: ModelFolder, communicator: RankCom
     else:
         threads = decoder.threads
     logger.info("loaded %s on %s with %s in %.1f s", folder.name, device, kind, time.perf_counter() - started)
-    # Attention over latent vectors or with sink tokens, and recurrences, use PyTorch operations that read sizes back
-    # from the device.
+    # Attention over latent vectors or with sink tokens, and recurrences, cannot be recorded: they use PyTorch
+    # operations that read sizes back from the device.
     can_record = not (description.latent or description.num_sink_tokens or description.state_size)
     if device.type == "cuda":
         can_record = can_record and kernels.can_record_attention(description.head_dim)

@@ -79,7 +79,9 @@ def _attention(
 
 
 def _mask(q_length: int, kv_length: int, mask_function: _MaskFunction, **_: Any) -> Tensor:
-    """Mask function for transformers in the first pass: return a tensor of the mask's shape that carries it."""
+    """Mask function for transformers in the first pass: return a tensor of the mask's shape, which identifies the mask
+    in later calls.
+    """
     look = _current.get()
     assert isinstance(look, _FirstLook)
     return look.note_mask(torch.zeros(1, 1, q_length, kv_length), mask_function)
@@ -317,7 +319,7 @@ class TransformersDecoder:
             return found
 
         base, other_first, other_second = logits(5, 9), logits(7, 9), logits(5, 11)
-        # The experts' matrix products may round differently with other rows.
+        # The experts' matrix multiplications may round differently when other rows change.
         limit = torch.finfo(self._model.dtype).eps ** 0.5 * float(base.abs().max())
         for place, changed in ((1, other_first), (0, other_second)):
             if not float((changed[place] - base[place]).abs().max()) <= limit:
@@ -399,7 +401,7 @@ def _describe(config: Any, folder: ModelFolder, layers: list[_Layer]) -> Decoder
         architecture=folder.architecture,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=max(sizes) if isinstance(sizes, list) else sizes,  # a list: by layer
+        intermediate_size=max(sizes) if isinstance(sizes, list) else sizes,  # a list has one size per layer
         num_layers=len(layers),
         num_heads=layers[0].num_heads,
         num_kv_heads=layers[0].num_kv_heads,

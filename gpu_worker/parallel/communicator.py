@@ -91,7 +91,9 @@ class RankCommunicator:
         dist.destroy_process_group()
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of x over the stage. With two ranks, or ordered sums, a row's bits do not depend on others."""
+        """Return the sum of x over the stage. With two ranks, or ordered sums, a row's bits do not depend on other
+        rows.
+        """
         if self.ranks.tensor_size == 1:
             return x
         x = x.contiguous()

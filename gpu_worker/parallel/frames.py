@@ -64,7 +64,9 @@ class FrameSender:
             self._memory.close()
 
     def _take(self, length: int) -> int:
-        """Return space for a frame, once no follower needs its old contents. Offsets only grow; space is reused."""
+        """Return the offset of space for a frame, once no follower needs its old contents. `_end` only grows; offsets
+        are taken modulo the size of the memory.
+        """
         start = self._end
         if start % self._size + length > self._size:
             start += self._size - start % self._size

@@ -62,7 +62,7 @@ class Leader:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Record if the body of the context fails, which may leave other ranks waiting."""
+        """Set `has_failed` if the body of the context fails, because other ranks may then wait forever."""
         try:
             yield
         except BaseException:

@@ -2,9 +2,9 @@
 
 Layers are split across pipeline stages; within a stage each tensor rank has some KV heads with all their query heads,
 some features of each feed-forward network and each expert, and some of the vocabulary. None of these needs to divide
-evenly. With expert parallelism, it has some whole experts instead of features of each. With more tensor ranks than KV
-heads, several ranks hold the same KV head and share its query heads. Recurrent layers are not sharded: each tensor rank
-computes all of them.
+evenly. With expert parallelism, a rank has some whole experts instead of features of each. With more tensor ranks than
+KV heads, several ranks hold the same KV head and divide its query heads among themselves. Recurrent layers are not
+sharded: each tensor rank computes all of them.
 """
 
 from __future__ import annotations

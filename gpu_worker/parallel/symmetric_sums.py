@@ -56,7 +56,7 @@ def symmetric_sum(
         addresses = list(handle.buffer_ptrs)
     except _REASONS as error:
         logger.info("the ranks sum through NCCL: %s", error)
-    # No rank may signal another one before that rank's memory is zero.
+    # A rank must not signal another rank before that rank has zeroed its memory.
     if not all_ranks(can=addresses is not None) or addresses is None:
         return None
     parts = torch.tensor(addresses, dtype=torch.int64, device=device)

@@ -73,7 +73,9 @@ class Guides:
             self._process = None
 
     def ask(self, sampled: IntArray, others: list[int]) -> bool:
-        """Request masks for the sampled rows and compilation of others' guides; return False if no row has a guide."""
+        """Request masks for the sampled rows, and compilation of the other rows' guides; return False if no row has a
+        guide.
+        """
         features = self._rows.features
         rows = sampled[(features[sampled] & Feature.GUIDED) != 0].tolist()
         ahead = [row for row in others if features[row] & Feature.GUIDED and row not in rows]

@@ -59,7 +59,7 @@ def allow(logits: Tensor, raw: Tensor, places: list[int], masks: list[NDArray[np
     at = send(np.array(places, dtype=np.int64), logits.device)
     chosen = logits[at].masked_fill_(is_banned, -torch.inf)
     is_empty = torch.isneginf(chosen.amax(dim=1, keepdim=True))
-    # On a GPU this is always done, because testing whether any row is empty would wait for the device.
+    # On a GPU this is always computed, because testing whether any row is empty would wait for the device.
     if logits.device.type != "cpu" or bool(is_empty.any()):
         chosen = torch.where(is_empty, raw[at].masked_fill_(is_banned, -torch.inf), chosen)
     logits[at] = chosen

@@ -1,8 +1,9 @@
 """Additional outputs of rows: logits, hidden states, and log probabilities of the prompt.
 
 Values of the prompt come from its context chunks, piece by piece; values of the output come with each token, from the
-position it was sampled at. A rebuilt sequence reports only later values, and those of its prompt only if it has no
-output yet: the scheduler already has the earlier values. Steps without such rows skip this module.
+position it was sampled at. A sequence that is rebuilt reports only the values of its next tokens, and those of its
+prompt only if it has no output yet, because the scheduler already has the earlier values. Steps without such rows skip
+this module.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Reporter:
                 try:
                     self._report_prompt(chunk, first, probe, prompts, tensors)
                 except MidstreamError as error:
-                    self._rows.failed[chunk.row] = error  # the row fails with its next sample
+                    self._rows.failed[chunk.row] = error  # reported with the row's next sample
         errors: list[tuple[int, MidstreamError]] = []
         positions = step.inputs.sampled.tolist()
         for place, row in enumerate(step.sampled_rows[step.is_run].tolist()):

@@ -86,7 +86,7 @@ def load_post_processors(named: str = "") -> dict[str, PostProcessor]:
         named: Comma-separated entries `NAME=module:Class`, which override others of the same name.
 
     Raises:
-        ConfigError: A post-processor cannot be loaded, or is not one.
+        ConfigError: A post-processor cannot be loaded, or its class is not derived from one of the base classes.
     """
     offered = {entry_point.name: entry_point for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
     for item in filter(None, named.split(",")):

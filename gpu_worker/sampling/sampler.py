@@ -2,9 +2,9 @@
 
 A batch may contain rows of every kind. On a CPU, `sample` samples the tokens of all rows in one call of the kernels, or
 with PyTorch operations that yield the same tokens: the token with the highest logit or, with a temperature, the one at
-which the cumulative distribution exceeds a uniform random number. Rows whose logits are modified first (by
-post-processors, logits processors or grammars) take part in this with their unmodified logits, so that logits that are
-not finite are found, and are sampled again afterwards. No result depends on other rows of the batch.
+which the cumulative distribution exceeds a uniform random number. Rows whose logits must be modified (by
+post-processors, logits processors or grammars) are first sampled with their unmodified logits, which detects logits
+that are not finite, and then again with the modified ones. No result depends on other rows of the batch.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Sampler:
                 allow(logits, raw, masked, [constraints.masks[int(rows[place])] for place in masked])
             best = argmax(logits)
             is_empty = logits.gather(1, best[:, None]).squeeze(1) == -torch.inf
-            # Rows without an allowed token get one, since a distribution must have at least one token.
+            # Allow one token in rows that have none, since a distribution must have at least one token.
             logits[:, 0].masked_fill_(is_empty, 0.0)
         chosen, drawn = best.int(), np.flatnonzero(self._rows.temperature[rows] > 0)
         if len(drawn) and kernels.can_sample(logits):

@@ -23,8 +23,8 @@ _LINGER_MS = 1000
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 LINK_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | _REFUSED
 _ONE_OF = "one-of:"
-# A worker tries the next scheduler if one has not replied in this time. It is long enough for a busy scheduler, whose
-# late reply would register a worker that has moved on.
+# A worker tries the next scheduler if the current one has not replied within this time. It is long enough for a busy
+# scheduler: a late reply would register a worker that has already moved on to another one.
 _REPLY_S = 2.0
 
 
@@ -42,7 +42,7 @@ class Connector:
             if not port.isdigit() or not host or "[" in host:
                 raise ConfigError(f"{target!r} is not tcp://host:port", field="scheduler")
         self._setting = address
-        self._address = ""  # the current one
+        self._address = ""  # the address in use
         self._next_at = math.inf
         self._credentials = credentials
         self._was_refused = False
@@ -77,7 +77,7 @@ class Connector:
             if event != zmq.EVENT_DISCONNECTED and not self._was_refused:
                 self._was_refused = True
                 logger.warning(
-                    "handshake failed: the scheduler rejects this worker's key, or has a different key itself"
+                    "handshake failed: the scheduler rejects this worker's key, or its own key is not the expected one"
                 )
         return was_lost
 

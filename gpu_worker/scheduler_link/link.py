@@ -117,7 +117,7 @@ class SchedulerLink:
         self._connector = Connector(address, credentials)
         self._adapters = AdapterMessages(adapters, self._wake)
         self._kept, self._tiers, self._fetcher = kept, tiers, fetcher
-        self._unsent_hashes = set[int]()  # of blocks in the tiers, which the heartbeats after a registration report
+        self._unsent_hashes = set[int]()  # blocks in the tiers, for heartbeats after a registration
         self._images = None if images is None else ImageMessages(images, self._wake, metrics)
         self._outbox: deque[tuple[Step, StepOutput, float]] = deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -172,7 +172,7 @@ class SchedulerLink:
         self._wake()
 
     def leave(self) -> None:
-        """Stop accepting steps, finish the current ones, send Goodbye, and then put Stopped into the inbox."""
+        """Stop accepting steps, finish the current ones, send Leave, and then put Stopped into the inbox."""
         self._leaving = True
         self._wake()
 

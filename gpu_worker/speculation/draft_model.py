@@ -66,7 +66,7 @@ class DraftModel:
         model.decoder.use_cache(kv)
 
     def propose(self, rows: Mapping[int, int]) -> dict[int, IntArray]:
-        """Return up to rows[row] draft tokens per row; none for rows that must catch up, or without free blocks."""
+        """Return up to rows[row] draft tokens per row; none for rows that must catch up first, or lack blocks."""
         lengths = {row: int(self._rows.lengths[row]) for row in rows}
         ready = self._catch_up({row: limit for row, limit in rows.items() if self._make_room(row, limit)})
         drafts: dict[int, list[int]] = {row: [] for row in ready}
@@ -85,7 +85,9 @@ class DraftModel:
         return {row: np.array(tokens, dtype=np.int32) for row, tokens in drafts.items()}
 
     def _make_room(self, row: int, limit: int) -> bool:
-        """Allocate blocks for a row's tokens and drafts; return False if none are free or it has virtual tokens."""
+        """Allocate blocks for a row's tokens and drafts; return False if the row is too long, has virtual tokens, or
+        too few blocks are free.
+        """
         length = int(self._rows.lengths[row])
         tokens = self._rows.tokens[row, :length]
         if length + limit > self._model.description.max_sequence_length:

@@ -1,4 +1,4 @@
-"""Converts rows of blocks of quantized weights to floats in PyTorch; `WeightFormat` defines the byte format."""
+"""Dequantizes rows of weight blocks in PyTorch; `WeightFormat` defines the byte format."""
 
 from __future__ import annotations
 

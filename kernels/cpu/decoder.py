@@ -28,7 +28,7 @@ _CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int16: 2, torch.int
 
 
 def stored_head_dim(head_dim: int, cache_dtype: torch.dtype) -> int:
-    """Return the elements stored per head and token in a cache of this type; integer types add a float32 scale."""
+    """Return the number of elements per head and token in a cache of this type; integer types add a float32 scale."""
     return head_dim + (0 if cache_dtype.is_floating_point else 4 // cache_dtype.itemsize)
 
 

@@ -117,7 +117,7 @@ class PackedLinear:
         return self
 
     def __call__(self, x: Tensor, threads: ThreadPool) -> Tensor:
-        """Return x [M, K] times the weights, plus bias -> [M, N], float32."""
+        """Return x [M, K] times the transposed weights plus the bias, as float32 [M, N]."""
         if self.is_gated:
             raise ValueError("a gated layer can only run inside a decoder")
         if x.dtype != torch.float32 or x.shape[1:] != (self.num_inputs,) or not x.is_contiguous():

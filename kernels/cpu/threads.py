@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kernels.cpu.library import Library
 
-_MOST_TOKENS = 8  # steps with more have enough work for all threads, even if each is sometimes interrupted
+_MOST_TOKENS = 8  # larger steps have enough work for all threads, even if each is sometimes interrupted
 _NUM_KEPT, _FEWEST_KEPT = 8, 3  # measured times
 _TRIAL_PERIOD = 32  # steps
 
@@ -63,6 +63,6 @@ class StepThreads:
             self._times.setdefault((num_tokens, num_threads), deque(maxlen=_NUM_KEPT)).append(seconds)
 
     def _mean(self, num_tokens: int, num_threads: int) -> float:
-        """Return the mean time of recent steps without the longest, which may have waited for something rare."""
+        """Return the mean time of recent steps without the longest, which a rare event may have delayed."""
         times = sorted(self._times.get((num_tokens, num_threads), ()))[:-1]
         return sum(times) / max(1, len(times))

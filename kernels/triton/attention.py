@@ -76,7 +76,7 @@ def decode_launch(group: int, head_dim: int, element_size: int) -> Launch:
 
 
 def invariant_launch(group: int, head_dim: int, element_size: int) -> Launch:
-    """Return the tile sizes for all sequences in batch-invariant attention; small enough to hold two softmax states."""
+    """Return the tile sizes for all sequences in batch-invariant attention; a program must hold two softmax states."""
     if element_size > 2 and head_dim > 128:
         return _wide_float32_launch(group)
     if head_dim > 128 or element_size > 2:
@@ -129,8 +129,8 @@ def paged_attention(
             as fill the device.
         num_tile_splits: Number of programs for the keys of each tile of queries, in sequences with more than one query;
             None means as many as fill the device.
-        max_queries: Upper bound of the queries of one sequence. If set, sequences may have no queries; if None, each
-            has at least one.
+        max_queries: Upper bound on the number of queries of one sequence. If set, sequences may have no queries; if
+            None, each has at least one.
     """
     num_tokens, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -289,15 +289,15 @@ def _num_shares(num_kv_heads: int, device: torch.device) -> int:
 
 @functools.cache
 def _arrivals(device: torch.device) -> Tensor:
-    """Return the counters, initially zero, with which programs of `decode` find out which one is the last; the first
-    call must not be recorded.
+    """Return the counters, initially zero, by which the programs of `decode` determine which of them finishes last; the
+    first call must not be recorded in a graph.
     """
     return torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=device)
 
 
 def _num_tile_splits(num_filled: int, num_places: int, num_key_tiles: int, device: torch.device) -> int:
-    """Return how many programs share the keys of a tile: enough to occupy every processor, each with a key tile at the
-    longest context.
+    """Return the number of programs that share the keys of a tile: enough to occupy every processor, but so few that
+    each has at least one key tile at the longest context.
 
     Args:
         num_filled: Number of tiles over all KV heads if one sequence has all tokens, as in most steps.

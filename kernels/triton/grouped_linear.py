@@ -85,9 +85,10 @@ def grouped_linear(
 
 
 def weighted_sum(parts: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the sum of parts[:, i] * weights[:, i], or of parts [M, A, N] if there are no weights [M, A] -> [M, N].
+    """Return the sum of parts[:, i] * weights[:, i] over i; without weights, the sum of parts[:, i] -> [M, N].
 
-    The parts are added in order, in float32, so that a row's bits do not depend on the number of rows.
+    parts [M, A, N], weights [M, A]. The parts are added in order, in float32, so that a row's bits do not depend on the
+    number of rows.
     """
     num_rows, num_parts, num_columns = parts.shape
     if not parts.is_contiguous() or not (weights is None or weights.is_contiguous()):

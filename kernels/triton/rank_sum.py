@@ -19,7 +19,7 @@ class RankSum:
     """Sums over ranks that can address each other's memory. All ranks must make the same calls in the same order."""
 
     def __init__(self, parts: Tensor, signals: Tensor, rank: int, num_bytes: int, dtype: torch.dtype) -> None:
-        """Use memory of all ranks.
+        """Create the operation on memory that all ranks have allocated.
 
         Args:
             parts: int64 [num_ranks], addresses of each rank's memory for parts, 2 * num_bytes each.
@@ -38,7 +38,8 @@ class RankSum:
     def __call__(self, x: Tensor) -> Tensor:
         """Replace the contiguous tensor x by the sum of all ranks' x, and return it.
 
-        Parts are added in the order of the ranks, each sum rounded to the type, so all ranks get the same bits.
+        Parts are added in the order of the ranks, and each intermediate sum is rounded to x's type, so all ranks get
+        the same bits.
         """
         _sum[(triton.cdiv(x.numel(), _BLOCK),)](
             x,

@@ -39,8 +39,8 @@ COMMANDS = {
     "top": ("midstream.cli.top.command", "show requests, batches, KV blocks and processes, live"),
     "stats": ("midstream.cli.stats", "show statistics of the scheduler's iterations"),
 }
-# Name of each command -> (module, help). These commands run as separate processes, since services are not imported
-# here; the processes parse all arguments.
+# Name of each command -> (module, help). These commands replace this process with another program, since services are
+# not imported here; the program parses all arguments.
 PROGRAMS = {
     "router": ("router", "run a single router; --help lists its settings"),
     "scheduler": ("scheduler", "run a single scheduler"),

@@ -27,7 +27,7 @@ PHASE_STYLES = {
 
 
 class LiveDisplay(ABC):
-    """Shows a live view on a terminal. Without one, and once the context has ended, it prints changes as lines."""
+    """Shows a live view on a terminal; without a terminal, or once the context has ended, prints changes as lines."""
 
     def __init__(self, console: Console, *, is_transient: bool, frames_per_second: int) -> None:
         """Create the display. It renders immediately, so subclasses must set their own attributes first."""
@@ -47,7 +47,7 @@ class LiveDisplay(ABC):
 
     @abstractmethod
     def _render(self) -> RenderableType:
-        """Return the current picture."""
+        """Return the current view."""
 
     def _stamped(self, line: str) -> str:
         """Return `line` with the number of seconds since the start as a prefix."""

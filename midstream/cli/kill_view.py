@@ -53,7 +53,7 @@ class KillView(LiveDisplay):
             self._console.print(self._stamped(f"{demo.num_identical} of {demo.num_answers} answers identical"))
 
     def render(self, height: int | None = None, width: int | None = None) -> Layout:
-        """Return the whole picture, by default in the size of the console."""
+        """Return the whole view, by default in the size of the console."""
         height = max(12, (height or self._console.height) - 1)
         layout = Layout(size=height)
         streams = self._streams((width or self._console.width) - _PARTS_WIDTH, height)

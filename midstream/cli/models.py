@@ -11,7 +11,7 @@ from rich.table import Table
 
 from midstream.model.families import HEADINGS, SERVED_FAMILIES, rows
 
-_WIDTH = 180  # columns without a terminal
+_WIDTH = 180  # in columns, if the output is not a terminal
 _NARROW = ("family", "model_type", "on a CPU", "notes")  # headings on a narrow terminal
 
 
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         console = Console(highlight=False, width=_WIDTH)
     table = _table(HEADINGS)
     left_out = [heading for heading in HEADINGS if heading not in _NARROW]
-    # A table without room for its longest words would cut them.
+    # If the terminal is too narrow for the longest words, rich would cut them.
     is_cut = console.measure(table, options=console.options.update(width=_WIDTH)).minimum > console.width
     console.print(_table(_NARROW) if is_cut else table)
     if is_cut:

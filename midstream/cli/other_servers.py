@@ -1,4 +1,4 @@
-"""Flags of other inference servers, for error messages that name ours."""
+"""Flags of other inference servers, so that error messages can name Midstream's equivalents."""
 
 from __future__ import annotations
 

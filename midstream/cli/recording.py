@@ -15,7 +15,7 @@ _BLUE, _MAGENTA, _CYAN, _WHITE = (87, 157, 255), (255, 106, 193), (126, 214, 223
 _THEME = TerminalTheme((17, 19, 24), (214, 218, 224), [_BLACK, _RED, _GREEN, _YELLOW, _BLUE, _MAGENTA, _CYAN, _WHITE])
 # Minimum time between frames.
 _INTERVAL_S = 0.8
-# Matches one frame of rich's SVG, without its fonts and window, which the outer SVG contains once.
+# Template for one frame of rich's SVG, without fonts and window, which the outer SVG defines once for all frames.
 _FRAME = "\x1f".join(("{width}", "{height}", "{terminal_x}", "{terminal_y}", "{styles}", "{backgrounds}{matrix}"))
 _CLIPPING = re.compile(r' clip-path="[^"]*"')
 

@@ -5,7 +5,7 @@ RUN_DIR/lock         held by the supervisor while it runs, so that stale state i
 RUN_DIR/logs/        one file per process
 RUN_DIR/journal/     requests and tokens, unless MIDSTREAM_JOURNAL is set; RUN_DIR/journal.documents next to it
 RUN_DIR/api-keys     keys that routers accept from clients, with `midstream up --api-key`
-RUN_DIR/token        the key that this user's commands send to them
+RUN_DIR/token        the key that this user's commands send to routers
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from midstream.model.folder import midstream_home
 
 
 class ProcessPhase(StrEnum):
-    """Phase of a process."""
+    """Phase of a process or of the whole run."""
 
     STARTING = "starting"
     READY = "ready"

@@ -1,10 +1,10 @@
 """Runs the processes of a service on this machine: starts, monitors, restarts and stops them.
 
-A process is `starting` until /health first answers 200, then `ready`, or `unhealthy` while /health fails. When it exits
-it is `restarting` after a backoff that doubles with each exit and is reset once it has been ready for a second. A
-process that was ready and hangs (no answer, or a stalled loop) is killed after _MAX_HANG_S. If a process exits before
-the whole service has been ready once, the run fails, because the settings are wrong. On shutdown, routers stop first,
-so that their streams can finish; the scheduler stops last.
+A process is `starting` until /health first answers 200, then `ready`, or `unhealthy` while /health fails. When it
+exits, it is `restarting`, and is started again after a backoff that doubles with each exit and is reset once the
+process has been ready for a second. A process that was ready and hangs (no answer, or a stalled loop) is killed after
+_MAX_HANG_S. If a process exits before the whole service has been ready once, the run fails, because the settings are
+wrong. On shutdown, routers stop first, so that their streams can finish; the scheduler stops last.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 10.0
 _MAX_HANG_S = 30.0
 _REWRITE_INTERVAL_S = 1.0
-# This is longer than the services' drain timeout. It also applies to processes that have nothing to drain, which are
-# safe to kill.
+# The first is longer than the services' drain timeout. The second applies after a second SIGTERM, and to processes that
+# have nothing to drain, which are safe to kill.
 _STOP_TIMEOUT_S, _QUICK_STOP_S = 40.0, 2.0
 # Time for open streams to finish after Ctrl-C. Unfinished requests are in the journal and continue at the next start.
 HURRIED_STOP_S = 3.0
@@ -240,7 +240,7 @@ class _Process:
                 detail="",
             )
         )
-        if self.stopping.is_set():  # `stop` was set before the process was started
+        if self.stopping.is_set():  # `stop` was called before there was a pid
             self.send(signal.SIGKILL)
         watch = asyncio.create_task(self._watch_health())
         code = await process.wait()

@@ -185,7 +185,7 @@ async def _run(name: str, topology: Topology, run_dir: RunDir, console: Console)
             stop.set()
 
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup, it stays ignored
             numbers.append(signal.SIGHUP)
         for number in numbers:
             asyncio.get_running_loop().add_signal_handler(number, on_signal, number)

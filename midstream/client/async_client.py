@@ -84,7 +84,7 @@ class AsyncClient:
         self._channels: list[grpc.aio.Channel] = []
         self._stubs: Iterator[Stub] = iter(())
         self._is_closed = False
-        with contextlib.suppress(RuntimeError):  # without a running loop, this is left to the first call
+        with contextlib.suppress(RuntimeError):  # without a running loop, the first call does this
             self._bind(asyncio.get_running_loop())
 
     async def __aenter__(self) -> Self:
@@ -148,7 +148,7 @@ class AsyncClient:
                 of float32 or float16. Token id vocabulary size + i stands for row i; a prompt without such ids begins
                 with all rows.
             prompt_embeddings: The prompt itself [tokens, hidden size], instead of the first four arguments.
-            kv_retention: The request's cached blocks that are kept longer than others.
+            kv_retention: Which of the request's cached blocks are kept longer than others.
             speculative: Speculative decoding, which affects only the speed.
 
         Raises:
@@ -294,10 +294,10 @@ class AsyncClient:
     async def iteration_stats(
         self, *, follow: bool = False, min_interval_ms: int = 0, on_open: Callable[[], None] = lambda: None
     ) -> AsyncIterator[dict[str, object]]:
-        """Yield the statistics of the latest scheduler iteration, or with `follow` of all iterations from now on, under
+        """Yield the statistics of the latest scheduler iteration or, with `follow`, of all iterations from now on, with
         TensorRT-LLM's names.
 
-        `on_open` is called once every further iteration will be received.
+        `on_open` is called when the stream is open, so that no later iteration will be missed.
         """
         request = stats_pb2.GetIterationStatsRequest(stream=follow, min_interval_ms=min_interval_ms)
         call = self._next_stub().GetIterationStats(request)
@@ -309,7 +309,7 @@ class AsyncClient:
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
         finally:
-            call.cancel()  # if the caller has left
+            call.cancel()  # if the caller has stopped iterating
 
     async def request_stats(self, request_ids: Sequence[str]) -> list[stats_pb2.RequestStats]:
         """Return the states of running and recently finished requests; unknown requests are omitted."""
@@ -326,7 +326,7 @@ class AsyncClient:
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
         finally:
-            call.cancel()  # if the caller has left
+            call.cancel()  # if the caller has stopped iterating
 
     async def load_lora(self, name: str, path: str) -> LoraInfo:
         """Load a LoRA or prompt-tuning adapter from a PEFT folder that every worker can read.

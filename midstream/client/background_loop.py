@@ -63,7 +63,8 @@ class BackgroundLoop:
     def post(self, call: Callable[[], object]) -> None:
         """Call a function in the thread, without waiting for it; no effect once the loop is closed.
 
-        Finalizers may use this: they run in any thread, including this one and those that hold the lock.
+        Finalizers can use this, because it takes no lock: they run in any thread, including the loop's own and a thread
+        that holds the lock.
         """
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call)

@@ -19,7 +19,7 @@ _METHODS: dict[str, pb.SpeculativeConfig.Method.ValueType] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guide:
-    """Constraint on the output's format; set exactly one.
+    """Constraint on the output's format; set exactly one field.
 
     Attributes:
         json: If True, any JSON object or array.

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def _convert(kind: type[T], message: Message, **converted: Any) -> T:
-    """Build a dataclass from a message with the same fields; `converted` are those of another type."""
+    """Build a dataclass from a message with the same fields; `converted` has the values of fields of other types."""
     values = {item.name: getattr(message, item.name) for item in fields(kind)}  # type: ignore[arg-type]
     return kind(**{**values, **converted})
 

@@ -124,7 +124,7 @@ def set_fields(message: pb_message.Message, **values: object) -> None:
 
 @contextlib.contextmanager
 def naming(field: str) -> Iterator[None]:
-    """Convert the exception for a value of the wrong type or size into InvalidArgumentError."""
+    """Convert an exception for a value of the wrong type or size into an InvalidArgumentError that names the field."""
     try:
         yield
     except (AttributeError, OverflowError, TypeError, ValueError) as error:
@@ -202,7 +202,8 @@ _TURN_TEXTS = {"role", "content", "reasoning_content", "tool_call_id", "name"}
 def _message(message: Message) -> pb.ChatMessage:
     if not isinstance(message, Mapping):
         raise TypeError(f"a chat turn is a mapping with role and content; got {message!r}")
-    message = {key: value for key, value in message.items() if value is not None}  # as OpenAI's turns with tool calls
+    # In OpenAI's format, turns with tool calls may have the content None.
+    message = {key: value for key, value in message.items() if value is not None}
     texts = {key: value for key, value in message.items() if key != "tool_calls" and isinstance(value, str)}
     unknown = message.keys() - texts.keys() - {"tool_calls"}
     if unknown or not texts.keys() <= _TURN_TEXTS:

@@ -21,7 +21,7 @@ class Retries:
     """Decides whether to retry, until the deadline and, without progress, for at most `unavailable_timeout_s`."""
 
     def __init__(self, timeout_s: float | None, unavailable_timeout_s: float) -> None:
-        """`timeout_s` is measured from the first call.
+        """Set the time limits; `timeout_s` is measured from the first call.
 
         Raises:
             InvalidArgumentError: `timeout_s` is not a number.

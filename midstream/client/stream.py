@@ -38,7 +38,8 @@ from protos import loads_pb2, service_pb2
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
-# After this time without output, the router is probed; if it does not respond, another one is used.
+# Time without output after which the router is probed, and the time limit for its response. If it does not respond,
+# another router is used.
 _SILENCE_S, _ANSWER_S = 2.0, 3.0
 # If less than this remains, the time counts as over, since the clock may not be precise enough.
 _LEAST_DELAY_S = 0.01
@@ -64,8 +65,8 @@ class AsyncStream:
         from_token: int = 0,
         has_other_routers: bool = False,
     ) -> None:
-        """Create a stream; it opens when iteration begins. Without a `request`, it resumes at `from_token`. If there
-        are other routers, the stream leaves a router that does not respond for some seconds.
+        """Create a stream; it opens when iteration begins. Without a `request`, it resumes the request `request_id` at
+        `from_token`. If there are other routers, the stream leaves a router that does not respond for some seconds.
         """
         self.request_id = request_id
         self.num_resumes = 0
@@ -202,11 +203,11 @@ class AsyncStream:
         return call
 
     def silence_s(self) -> float:
-        """Return the time since the last message; called by the watch."""
+        """Return the time since the last message; called by `_watch`."""
         return asyncio.get_running_loop().time() - self._last_read
 
     def leave_silent_router(self) -> None:
-        """Continue at another router; called by the watch."""
+        """Continue at another router; called by `_watch`."""
         self._is_silent = True
         if self._call is not None:
             self._call.cancel()
@@ -237,7 +238,7 @@ class AsyncStream:
 async def _watch(watched: weakref.ref[AsyncStream], stub: Stub, call: grpc.aio.Call) -> None:
     """Cancel the call if its router stops responding, since the router may hang while the connection stays open.
 
-    No reference to the stream is kept while this waits, since dropping the stream must end its call.
+    No strong reference to the stream is kept during waits, since dropping the stream must end its call.
     """
     delay_s = _SILENCE_S
     while True:

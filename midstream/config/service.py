@@ -33,7 +33,7 @@ class ServiceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GrpcServiceConfig(ServiceConfig):
-    """Base of the configurations of services with a gRPC port; one certificate serves it and outgoing connections."""
+    """Base configuration of services with a gRPC port; the port and outgoing connections use the same certificate."""
 
     internal_transport: str = setting(
         "frames",

@@ -39,7 +39,7 @@ from midstream.executor.result import GenerationResult, ResultQueue
 from midstream.executor.sampling_params import GuidedDecodingParams, SamplingParams
 from midstream.executor.stats import IterationStats
 
-# The other name of the class in TensorRT-LLM.
+# TensorRT-LLM's other name for the class.
 SchedulerPolicy = CapacitySchedulerPolicy
 
 __all__ = [

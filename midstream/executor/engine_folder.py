@@ -23,8 +23,8 @@ _TOKENIZER_FILES = (
 
 
 def with_tokenizer(engine_dir: str, tokenizer_dir: str | None, target: Path) -> str:
-    """Return a folder with the engine's weights and the given tokenizer; if that is the engine's own, it is
-    `engine_dir`.
+    """Return a folder with the engine's weights and the given tokenizer; `engine_dir` itself if the tokenizer is the
+    engine's own.
 
     Args:
         engine_dir: Model folder, GGUF file, or `smollm2`; a folder may lack a tokenizer.

@@ -152,7 +152,7 @@ class GenerationExecutor:
         result = GenerationResult(request, self._forget, self._ask_state)
         with self._lock:
             self._results[request.id] = result
-            # The lock is held, because the stream may end before the entry is added.
+            # The lock is held because the stream could otherwise end before the entry is added.
             self._running[request.id] = self._loop.start(self._follow(result, message))
         return result
 

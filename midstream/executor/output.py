@@ -15,7 +15,7 @@ class AdditionalModelOutput:
 
     Attributes:
         name: Such as `hidden_states.0` or `topk_logits.5`, or the name of an output probe registered in the workers.
-            gather_context: Whether to report the output for the prompt's tokens too.
+        gather_context: Whether to report the output for the prompt's tokens too.
     """
 
     name: str

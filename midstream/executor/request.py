@@ -52,7 +52,7 @@ class TokenRangeRetentionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCacheRetentionConfig:
-    """Cached blocks to keep for longer: those of the first `max_tokens` tokens of the prompt, or of ranges of it."""
+    """Cached blocks to keep for longer: those of the first `max_tokens` prompt tokens, or of ranges of the prompt."""
 
     max_tokens: int | None = None
     token_range_retention_configs: Sequence[TokenRangeRetentionConfig] = ()

@@ -1,7 +1,7 @@
 """A request's output, which the executor's thread writes, and any thread or event loop can read.
 
 1. Chunks arrive in the executor's thread and wait in `_arrived`.
-2. A reader takes them: an iteration merges waiting chunks into the output of their sequence, `await_responses` converts
+2. A reader takes them: iteration merges waiting chunks into the output of their sequence; `await_responses` converts
    them to responses. Each chunk goes to the first reader; `outputs` has everything that was read.
 3. After the final chunk, no reader waits any longer; if the request failed, its error is raised to its readers.
 """
@@ -240,7 +240,7 @@ class GenerationResult:
         return self.outputs[0]
 
     def next_output(self) -> CompletionOutput | Future[None] | None:
-        """Return the sequence that has grown, a future to wait for, or None at the end; used by the queue."""
+        """Return the sequence that has grown, else a future to wait for, or None at the end; used by the queue."""
         with self._lock:
             if not self._arrived and not self._ended:
                 return self._news

@@ -56,7 +56,8 @@ class LocalService:
         }
         environment = config.environment()
         self._directory = Path(tempfile.mkdtemp(prefix="midstream-"))
-        # Only this process connects to the service, and it may read the same files.
+        # Allow adapters in any folder: only this process connects to the service, and it can read the same files
+        # itself.
         own = {"MIDSTREAM_ADAPTER_ROOT": "/"}
         self._environment = python_environment({**own, **os.environ, **environment})
         counts = [item for part, count in parts.items() for item in (f"--{part}", str(count))]

@@ -29,7 +29,8 @@ _LABELS = {
     },
     "staticBatchingStats": {"Total Generation Tokens": "numGenTokens", "Empty Generation Slots": "emptyGenSlots"},
 }
-# For these, the maximum over cells is used; all other numbers are summed.
+# Statistics for which the maximum over cells is used, statistics that are equal in all cells, and ratios, which are
+# computed from the sums of other statistics. Most other numbers are summed.
 _LARGEST = {"iter", "iterLatencyMS", "newActiveRequestsQueueLatencyMS", "microBatchId"}
 _SAME = {"tokensPerBlock"}
 _RATIOS = {
@@ -98,7 +99,7 @@ class IterationStats:
 
 
 def sum_up(cells: Sequence[Mapping[str, object]]) -> IterationStats:
-    """Combine the iterations of several cells: sums of counts, blocks and bytes; maxima of numbers and latencies."""
+    """Combine statistics of several cells: sums of counts, blocks and bytes; maxima of iteration ids and latencies."""
     if len(cells) < 2:
         return IterationStats(cells[0] if cells else {})
     return IterationStats(_sum(cells), tuple(IterationStats(cell) for cell in cells))

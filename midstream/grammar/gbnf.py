@@ -63,7 +63,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """`most` is None if the number of repetitions is unlimited."""
+    """`least` to `most` repetitions of an item; `most` is None if their number is unlimited."""
 
     item: Node
     least: int

@@ -1,9 +1,9 @@
 """Converts GBNF to llguidance's Lark dialect.
 
-llguidance splits text into lexemes, and takes the longest match of those that are possible, whereas a rule of GBNF may
-end anywhere. A rule without recursion, a literal, or repeated characters become one lexeme, which is fast, unless text
-that may follow a lexeme could also continue it, or continue another one with the same beginning. Such lexemes are split
-further, ultimately into single characters, for which no longer match is possible.
+llguidance splits text into lexemes and takes the longest match of the lexemes that are possible, whereas a GBNF rule
+may end anywhere. A rule without recursion, a literal, or repeated characters become one lexeme, which is fast, unless
+that lexeme could also match the beginning of text that may follow it, or that may follow another lexeme with the same
+beginning. Such lexemes are split further, ultimately into single characters, for which a longer match is impossible.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class _Lexeme:
     Attributes:
         first: The characters with which a match can begin.
         inner: The characters that can follow others in a match.
-        extensions: The characters that can follow a match in a longer one, or in its beginning.
+        extensions: The characters that can follow a complete match in a longer match, or in the beginning of one.
         can_be_empty: Whether it matches the empty text.
-        repeated: The characters, if it matches any number of certain characters, with or without the empty text.
+        repeated: If the lexeme matches any number of characters of one class, from zero or one on, this class;
+            otherwise None.
     """
 
     first: int
@@ -136,7 +137,7 @@ class _Converter:
         return list(used)
 
     def _conflicts(self) -> set[Node]:
-        """Return the lexemes that could match further where the text after a lexeme must begin."""
+        """Return the lexemes to split: those that could also match the beginning of text that follows a lexeme."""
         follow = _Follow(self, {name: self._rules[name] for name in self._used_rules() if name not in self._named})
         # Literals and other units by first character. Since there may be many literals, they are counted by the units
         # that follow them.
@@ -175,10 +176,10 @@ class _Converter:
         return self._firsts[units]
 
     def _hides_end(self, node: Node, ended: Node, following: int) -> bool:
-        """Return whether `node` could match further where a unit that follows the lexeme `ended` begins.
+        """Return whether `node` could also match the first character of a unit that follows the lexeme `ended`.
 
         Args:
-            node: A lexeme that can begin where `ended` can begin; it may be the same.
+            node: A lexeme that can begin where `ended` can begin, or `ended` itself.
             following: The units that can follow `ended`, as a mask.
         """
         characters = self.lexeme(node).extensions if node == ended else self.lexeme(node).inner
@@ -187,7 +188,7 @@ class _Converter:
         )
 
     def _shared(self, one: Node, other: Node, continued: Node) -> int:
-        """Return the characters with which `other` can begin after `one` but which may also belong to `continued`.
+        """Return the characters with which `other` can begin after `one`, but which `continued` may match instead.
 
         White space that follows white space is an example. The same is assumed of any lexeme that may follow itself,
         except directly in a sequence, because most such grammars would be ambiguous otherwise.
@@ -228,7 +229,7 @@ class _Converter:
 
 
 class _Alphabet:
-    """Bit masks of characters, with one bit for all characters that the same classes and literals contain."""
+    """Bit masks of sets of characters; characters that occur in exactly the same classes and literals share one bit."""
 
     def __init__(self, rules: Mapping[str, Node]) -> None:
         self._masks: dict[Ranges, int] = {}
@@ -264,8 +265,8 @@ class _Follow:
 
     Attributes:
         units: The units that may follow each unit, as bit masks.
-        repeated: The units that occur twice in a row.
-        neighbors: The units that can begin where each unit can begin, including itself, as bit masks.
+        repeated: The units that occur twice in a row in a sequence or repetition.
+        neighbors: For each unit, the units that can begin where it can begin, including itself, as a bit mask.
     """
 
     def __init__(self, converter: _Converter, rules: Mapping[str, Node]) -> None:
@@ -335,7 +336,7 @@ class _Follow:
         return first, isinstance(node, Sequence) or any(self._edge(item)[1] for item in children(node))
 
     def _visit(self, node: Node, after: int) -> None:
-        """Record the units that follow those in a node, given the units that follow the node."""
+        """Record which units can follow each unit in a node, given the units that can follow the node."""
         if self._converter.is_unit(node):
             self.units[node] = self.units.get(node, 0) | after
         elif isinstance(node, Reference):
@@ -383,7 +384,7 @@ class _Automaton:
         inner = _union(map(self._union, self._next))
         extensions = _union(self._union(self._next[position]) for position in self._last)
         if not all(map(self._are_disjoint, [self._first, *self._next])):
-            # Text may lead to several positions, so that a match can be continued from any of them.
+            # The same text may lead to several positions, and the match can be continued from each of them.
             extensions = inner
         return _Lexeme(self._union(self._first), inner, extensions, self._can_be_empty, self._repeated)
 
@@ -456,7 +457,7 @@ class _Automaton:
 
 
 def _sizes(rules: Mapping[str, Node]) -> dict[str, tuple[int, int]]:
-    """Return the size and depth of each rule with its references replaced, for rules without recursion."""
+    """Return the size and depth of each rule without recursion, with its references expanded."""
     sizes: dict[str, tuple[int, int]] = {}
     missing = {name: set(references(node)) for name, node in rules.items()}
     users: dict[str, list[str]] = defaultdict(list)
@@ -486,7 +487,7 @@ def _size(node: Node, sizes: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
 
 
 def _class(ranges: Ranges) -> str:
-    """Return a regular expression for one character, which cannot be a surrogate."""
+    """Return a regular expression for one character of these ranges, without surrogates."""
     kept = [part for item in ranges for part in _without_surrogates(*item)]
     if not kept:
         raise GbnfError("a character class has no characters")

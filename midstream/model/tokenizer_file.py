@@ -1,7 +1,7 @@
 """Reads a folder's tokenizer as transformers does: tokenizer.json, completed with tokens of tokenizer_config.json.
 
 1. Added tokens that only tokenizer_config.json lists are added, in the order of their ids.
-2. Tokens that it names, such as `eos_token`, are added and special.
+2. Special tokens that tokenizer_config.json names, such as `eos_token`, are added and marked as special.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def read_tokenizer(file: Path) -> str:
 
 
 def special_tokens(folder: Path) -> dict[str, str | None]:
-    """Return the special tokens that the tokenizer's files name; None for those that it declares not to have."""
+    """Return the special tokens that the tokenizer's files name; None for those that they declare not to exist."""
     return {name: _content(value) for name, value in _named_tokens(folder, _config(folder)).items()}
 
 
@@ -43,7 +43,7 @@ def _config(folder: Path) -> _Json:
 
 
 def _named_tokens(folder: Path, config: _Json) -> _Json:
-    # Older files; newer ones list all tokens in tokenizer_config.json.
+    # special_tokens_map.json is for older folders; newer ones list all tokens in tokenizer_config.json.
     older = {} if "added_tokens_decoder" in config else read_json(folder / "special_tokens_map.json", optional=True)
     return {name: value for name, value in {**config, **older}.items() if name in _SPECIAL_TOKENS}
 
@@ -110,6 +110,6 @@ def _token(folder: Path, place: str, content: object, flags: _Json) -> _Json:
 def _ids(fields: _Json) -> dict[str, int]:
     """Return the ids of all tokens by their text."""
     vocabulary = (fields.get("model") or {}).get("vocab") or {}
-    if isinstance(vocabulary, list):  # of tokens with scores
+    if isinstance(vocabulary, list):  # tokens with scores
         vocabulary = {item[0] if isinstance(item, list) else item: number for number, item in enumerate(vocabulary)}
     return {**vocabulary, **{token["content"]: token["id"] for token in fields.get("added_tokens") or []}}

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _RECONNECT_S = 0.1
 _ASK_S = 1.0
 _CONNECT_TIMEOUT_S = 2.0
-# After this number of consecutive failed connections, frames are assumed to be blocked by a firewall or a mesh.
+# After this number of consecutive failed attempts to connect, a firewall or a service mesh is assumed to block frames.
 _MAX_FAILURES = 3
 
 CommandT = TypeVar("CommandT", bound=Message)

@@ -59,7 +59,7 @@ class ConnectionGuard:
     def _connections(
         self, descriptors: list[int], opened: contextlib.ExitStack
     ) -> dict[tuple[str, int], socket.socket]:
-        """Return a duplicate of each connection by peer, since the original descriptor may be closed and reused."""
+        """Return a duplicate socket of each connection, by peer, since descriptors may be closed and reused."""
         connections = {}
         for descriptor in descriptors:
             with (

@@ -31,7 +31,7 @@ class Discovery:
     def __init__(
         self, targets: str, *, field: str, on_change: Callable[[list[str]], None], get_epoch: GetEpoch | None = None
     ) -> None:
-        """Parse the setting. Names are resolved, and standbys checked, again every second.
+        """Parse the setting. Every second, names are resolved and standbys are checked again.
 
         Args:
             field: Name of the setting, for error messages.
@@ -117,11 +117,11 @@ class Discovery:
 
 
 class _Active:
-    """Follows the active one of several schedulers.
+    """Tracks which of several schedulers is active.
 
     Attributes:
-        address: Its address; the last known one if none is active, or, if none ever was, that of any standby, so that
-            the scheduler counts as unreachable rather than as absent.
+        address: Address of the active scheduler. If none is active, that of the last active one; if none ever was
+            active, that of any standby, so that the scheduler counts as unreachable rather than as absent.
     """
 
     def __init__(self) -> None:

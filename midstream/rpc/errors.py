@@ -90,7 +90,7 @@ class ErrorMapper(grpc.aio.ServerInterceptor):
         self._admit = admit
         self._receive = receive
         self._turn_of = turn_of
-        self._wrapped: dict[str, tuple[Any, Any]] = {}  # by method: its handler, and the one that maps its errors
+        self._wrapped: dict[str, tuple[Any, Any]] = {}  # by method: the handler, and its wrapper that maps errors
 
     async def intercept_service(
         self,

@@ -465,7 +465,7 @@ class _Counted:
 
 
 def _is_own(connection: FrameConnection) -> bool:
-    """Return whether a Unix socket's peer is trusted: whether it is a process of this user or of root."""
+    """Return whether the peer is trusted; on a Unix socket, only processes of this user or of root are."""
     return connection.peer_uid() in (None, 0, os.geteuid())
 
 
@@ -517,7 +517,7 @@ async def connect(
 
     async with asyncio.timeout(_HELLO_S):
         if offer.unix_name:
-            # It fails if the other side is on another host, or if either side does not trust the other's user.
+            # This fails if the other side is on another host, or if either side does not trust the other's user.
             with contextlib.suppress(NotImplementedError, OSError):
                 return await attempt(lambda make: loop.create_unix_connection(make, f"\0{offer.unix_name}"))
         host = target.rpartition(":")[0].strip("[]")
@@ -533,7 +533,7 @@ class _Waiting:
 
     def __init__(self, welcomed: asyncio.Future[None]) -> None:
         self.welcomed = welcomed
-        # A connection may be lost while no task waits for it.
+        # Retrieve the exception, since a connection may be lost while no task waits for it.
         welcomed.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def take(self, body: bytes) -> None:

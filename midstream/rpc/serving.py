@@ -151,8 +151,8 @@ class Server:
         Args:
             drain: As for `stop`.
             drain_timeout_s: Time limit for everything.
-            then: Stops the process's other port, which answers until then, within the seconds left. A second signal
-                calls it with 0, also while it runs.
+            then: Stops the process's other port, which serves until this is called; the argument is the number of
+                seconds left. After a second signal, it is called with 0, even if it is already running.
 
         Raises:
             MidstreamError: The error passed to `fail`.
@@ -307,7 +307,7 @@ def _own_server(
 
 
 def _collect_now_and_then() -> None:
-    """Collect garbage for all stopping servers, at most half of the time, since a large heap takes long."""
+    """Collect garbage for all stopping servers, at most half of the time, since collecting a large heap takes long."""
     global _next_collection
     began = time.monotonic()
     if began >= _next_collection:

@@ -1,7 +1,7 @@
 """TLS for all gRPC connections and the router's HTTP port: the only module that reads certificates and creates
 credentials from them. A process has one identity: it presents the same certificate as a server and as a client. The
-files are checked at each handshake, so new ones are used without a restart. If certificate and key do not match, as
-while they are being replaced, they are ignored and the old ones stay in use.
+files are checked at each handshake, so new ones are used without a restart. If the new certificate and key do not
+match, as can happen while they are being replaced, they are ignored and the old ones stay in use.
 """
 
 from __future__ import annotations

@@ -59,9 +59,9 @@ class ToolFormat:
 
     Attributes:
         marks: Markers that begin and end calls; if they are special tokens, the text must keep special tokens.
-        ends_reasoning: The markers that never occur within reasoning.
-        make_id: Makes a call's id in the form that the template expects, from 16 random bytes, the tool's name and the
-            index.
+        ends_reasoning: Markers that never occur within reasoning, so that each of them ends it.
+        make_id: Makes a call's id in the form that the template expects, from a 16-byte digest, the tool's name and the
+            index of the call.
         grammar: Returns the grammar of calls that follow a schema, given the model's template; None if there is none.
         arguments_are_text: Whether the model's template expects the arguments of earlier calls as text instead of an
             object.

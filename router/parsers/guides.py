@@ -28,7 +28,7 @@ class CallGrammar:
     """How a format writes calls whose arguments are JSON.
 
     Attributes:
-        begin: Text before the first call, or the first part of that text; it ends the free text.
+        begin: Text at the beginning of a section of calls, which ends the unconstrained text.
         opening: Text before a call's arguments; NAME stands for the tool and NUMBER for digits.
         closing: Text after a call's arguments.
         separator: Text between calls of a section; None if a section has only one call.
@@ -70,7 +70,7 @@ def auto_guide(
         lines.append(f"section: begin {calls}")
     answer = f"section{'?' if max_calls == 1 else '*'} TEXT"
     if thinking is not None and spell.first_token(thinking[0]):
-        # TEXT does not match these tokens, so they need their own rules: the model may still reason.
+        # TEXT does not match these tokens, so they are added explicitly; otherwise the model could not reason.
         answer = f"(TEXT {spell(thinking[0])})? (TEXT {spell(thinking[1])})? {answer}"
     return "\n".join([f"start: {answer}", *lines, _TEXT])
 
@@ -121,7 +121,7 @@ def _calls(
     strict = frozenset(strict)
     calls = []
     for name, schema in tools.items():
-        # A name may itself contain NUMBER.
+        # Split before inserting the name, which may itself contain NUMBER.
         parts = [spell(part.replace("NAME", name)) for part in grammar.opening.split("NUMBER")]
         opening = " /[0-9]+/ ".join(parts)
         parameters = _json({"type": "object", **(schema if name in strict else {})})

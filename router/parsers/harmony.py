@@ -41,7 +41,7 @@ def script(machine: Machine) -> Steps[None]:
 
 
 def _body(machine: Machine, header: str, last: str) -> Steps[str]:
-    """Parse the body of a message, and return the kind of output that it is; `last` is the previous output's.
+    """Parse the body of a message, and return its kind of output; `last` is the kind of the previous output.
 
     A paragraph break separates messages of the same kind, which would otherwise be one text.
     """

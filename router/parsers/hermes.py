@@ -22,8 +22,8 @@ def script(machine: Machine) -> Steps[None]:
         body += rest
         calls = read_calls(body) if is_object else None
         if calls is None:
-            # Without one of its quotes, a call seems to go on into later ones, which may be valid. These end at their
-            # first closing tag, so that each text is read twice at most.
+            # A call that lacks a quote seems to continue into later calls, which may be valid. Put those back, and end
+            # every later call at its first closing tag, so that no text is read more than twice.
             body, closing, later = (body + closing).partition(CLOSING)
             machine.unread(later)
             has_put_back = has_put_back or bool(later)

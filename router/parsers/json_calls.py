@@ -45,8 +45,8 @@ def read_calls(text: str) -> list[Call] | None:
 
 
 def split_calls(text: str) -> tuple[list[Call], str]:
-    """Return the complete calls of an array that is cut off, and the text after them and their separator. If the text
-    is not an array of calls, there are none.
+    """Return the complete calls of an array that is cut off, and the remaining text. If the text is not an array of
+    calls, return no calls and the whole text.
     """
     calls = list[Call]()
     mark, position = "[", 0

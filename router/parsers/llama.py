@@ -1,8 +1,8 @@
 """Llama 3 (JSON): the text consists of JSON objects, `{"name": ..., "parameters": {...}}`, optionally after
 `<|python_tag|>`.
 
-Several objects are written one after another, separated by a semicolon or comma, or as an array. The complete calls of
-an array that is cut off are calls.
+Several objects are written one after another, separated by a semicolon or comma, or as an array. If an array is cut
+off, its complete elements still count as calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def script(machine: Machine) -> Steps[None]:
 
 
 def bare_calls(machine: Machine, tag: str, *, is_tagged: bool = False) -> Steps[None]:
-    """Parse JSON that consists of calls; put all other text back."""
+    """Parse calls in JSON at the current position; emit other JSON as text, and leave text that is not JSON unread."""
     raw = tag if is_tagged else ""
     raw += yield from machine.take_space()
     if not is_tagged and (yield from machine.accept(tag)):

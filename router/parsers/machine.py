@@ -75,7 +75,7 @@ class Machine:
         self._held = ""
         self._is_ended = False
         self._has_finished = False
-        self._space = ""  # white space of the answer trimmed before the last marker
+        self._space = ""  # white space that was trimmed from the answer before the last marker
         self._num_calls = 0
         self._events: list[Event] = []
         self._script = script(self)

@@ -38,7 +38,9 @@ def script(machine: Machine) -> Steps[None]:
 
 
 def _start(machine: Machine) -> Steps[str]:
-    """Consume and return leading text after which no list of calls can follow; empty text if one may follow."""
+    """If the text does not begin a list of calls, consume and return the part that shows this; otherwise consume
+    nothing and return empty text.
+    """
     raw = (yield from machine.accept("[")) or ""
     raw += yield from machine.take_space()
     name = yield from machine.take_run(_NAME)

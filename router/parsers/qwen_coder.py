@@ -40,7 +40,7 @@ def _read(body: str, offer: Offer) -> Call | None:
     name = name.strip()
     position, values = 0, []
     while found := _PARAMETER.match(rest, position):
-        # The template writes each value on separate lines.
+        # The template writes each value on lines of its own.
         value = found[2].removeprefix("\n").removesuffix("\n")
         values.append((found[1].strip(), value))
         position = found.end()

@@ -37,7 +37,9 @@ def plain(machine: Machine) -> Steps[None]:
 
 
 def after_thinking(tags: ThinkTags, answer: Script, call_marks: tuple[str, ...]) -> Script:
-    """Parse reasoning, then the answer with `answer`; one of `call_marks` also ends reasoning without closing tag."""
+    """Parse reasoning, then the answer with `answer`. A marker in `call_marks` also ends the reasoning, without a
+    closing tag.
+    """
 
     def script(machine: Machine) -> Steps[None]:
         space = yield from machine.take_space()

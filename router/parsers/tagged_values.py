@@ -20,7 +20,9 @@ _WORDS: dict[str, object] = {"true": True, "false": False, "null": None, "none":
 
 
 def arguments_of(values: Iterable[tuple[str, str]], schema: Schema, texts: Collection[str] = ()) -> str:
-    """Return a call's arguments as a JSON object; those named in `texts` are strings regardless of the schema."""
+    """Return a call's arguments as a JSON object; the arguments named in `texts` stay strings, regardless of the
+    schema.
+    """
     properties = schema.get("properties")
     known = properties if isinstance(properties, Mapping) else {}
     arguments = {name: text if name in texts else _value(text, known.get(name)) for name, text in values}

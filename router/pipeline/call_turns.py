@@ -1,7 +1,8 @@
 """Limits how many calls of one client, other than requests, are processed at the same time.
 
-They share the event loop with the requests. Without this limit, if another client kept dozens of calls in progress, a
-request would wait for a step of each of them, again and again. New requests have separate slots (`FrontDoor.start`).
+Such calls share the event loop with requests. Without this limit, if one client kept dozens of calls in progress, the
+requests of others would wait for a step of each of these calls, again and again. New requests have separate slots
+(`FrontDoor.start`).
 """
 
 from __future__ import annotations

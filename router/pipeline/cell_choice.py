@@ -52,10 +52,10 @@ def choose_cell(cells: Sequence[CellT], token_ids: Sequence[int], cache_salt: st
 
 
 def choose_home(cells: Sequence[CellT], request_id: str) -> CellT:
-    """Return the cell for a request that may be submitted again, from its id alone. `cells` must not be empty."""
+    """Choose the cell of a request that may be submitted again, by its id alone. Precondition: `cells` is not empty."""
     return max(cells, key=lambda cell: hashlib.blake2b(f"{cell.name}\0{request_id}".encode(), digest_size=8).digest())
 
 
 def _affinity(name: str, prefix: Sequence[int], cache_salt: str) -> bytes:
-    """Return a rendezvous hash, with which only the prefixes of a cell move when that cell is added or removed."""
+    """Return a rendezvous hash: when a cell is added or removed, only the prefixes assigned to that cell move."""
     return hashlib.blake2b(f"{name}\0{cache_salt}\0{list(prefix)}".encode(), digest_size=8).digest()

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 1.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _TRY_TIMEOUT_S = 5.0
-# Images wait for each other, and a large one takes seconds on a CPU.
+# A worker encodes one image at a time, and a large one takes seconds on a CPU.
 _ENCODE_TIMEOUT_S = 120.0
 # Bytes reserved for what a message to or from the scheduler contains in addition to the request.
 _ENVELOPE_BYTES = 4096
@@ -83,7 +83,7 @@ class Cell:
         self.has_workers = any(cell.num_blocks for cell in loads.cells)
         self.load = sum(cell.num_running_requests + cell.num_queued_requests for cell in loads.cells)
         # The value is None until a worker joins. Until then requests are accepted; a worker fails those that it cannot
-        # run, and the scheduler plans no drafts for a model that cannot take them back.
+        # run, and the scheduler plans no drafts for a model whose state cannot be reset after rejected drafts.
         self.features = frozenset(info.features) or None
 
     async def submit(
@@ -94,7 +94,7 @@ class Cell:
         Args:
             request: The request, already checked and normalized.
             give_up_at: Loop time after which there are no more retries.
-            deadline: Loop time of the request's deadline, from which each attempt's timeout is computed.
+            deadline: Loop time of the request's deadline, from which each attempt computes the request's `timeout_ms`.
 
         Raises:
             MidstreamError: The scheduler rejected the request; UnavailableError if it is unreachable, DeadlineError if
@@ -215,7 +215,9 @@ class Cells:
         return choose_cell(self._candidates(), token_ids, cache_salt)
 
     def home(self, request_id: str) -> Cell:
-        """Return the cell for all submissions of a request, even if down. Raises UnavailableError if there is none."""
+        """Return the cell to which a request is always submitted, even while that cell is down. Raises UnavailableError
+        if there is no cell.
+        """
         return choose_home(self._known(), request_id)
 
     @property
@@ -226,8 +228,8 @@ class Cells:
     async def holder_of(self, request_id: str) -> Cell | None:
         """Return the cell that already has a request; None if no cell that is up has it, or there is only one cell.
 
-        A cell that was down when the client retried may have aborted the request since, because no client read it; the
-        other cell's request then counts.
+        If two cells have it, a cell in which it was not aborted is preferred: a cell that was down when the client
+        retried may have aborted the request since, because no client read it.
         """
         if not self.are_several:
             return None
@@ -321,7 +323,7 @@ class Cells:
 
 
 def _is_too_large(error: grpc.aio.AioRpcError) -> bool:
-    """Return whether a message exceeded gRPC's limit; the status is otherwise that of an overloaded service."""
+    """Return whether a message exceeded gRPC's limit, for which gRPC uses the status code of an overloaded service."""
     return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (error.details() or "")
 
 
@@ -344,5 +346,5 @@ def _num_bytes(value: object) -> int:
 async def _leave(cell: Cell) -> None:
     """Close a cell once no call to it can be in progress, because closing it earlier would cancel the call."""
     cell.is_gone = True
-    await asyncio.sleep(_ENCODE_TIMEOUT_S)  # the longest call
+    await asyncio.sleep(_ENCODE_TIMEOUT_S)  # the longest timeout of any call
     await cell.close()

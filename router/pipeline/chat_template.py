@@ -120,7 +120,9 @@ class _Process:
             raise
 
     def ask(self, message: Mapping[str, object]) -> dict[str, str]:
-        """Send a message and return the answer. Raises _BrokenError if the process did not answer; close it."""
+        """Send a message and return the answer. Raises _BrokenError if the process did not answer; the caller must
+        close it.
+        """
         assert self._process.stdin is not None
         body = json.dumps(message).encode()
         give_up_at = time.monotonic() + _WALL_LIMIT_S

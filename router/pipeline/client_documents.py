@@ -57,8 +57,8 @@ class ClientDocuments:
     ) -> int:
         """Store a document; return its new version, or 0 if `if_version` is set but is not the current version.
 
-        A put is repeated while the scheduler is unreachable. A repeated put with `if_version` may therefore find its
-        own write.
+        A put is repeated while the scheduler is unreachable, so one with `if_version` may return 0 because an earlier
+        attempt was stored although its response was lost.
         """
         key = pb.DocumentKey(owner=owner, kind=kind, id=document_id)
         request = pb.PutDocumentRequest(key=key, data=data, expires_unix_ns=expires_ns, if_version=if_version)
@@ -104,7 +104,9 @@ class ClientDocuments:
         return found[:limit]
 
     async def waiting(self, cell: Cell, kind: str, limit: int) -> list[ClientDocument]:
-        """Return a cell's documents of all owners, oldest first. Raises MidstreamError if one attempt fails."""
+        """Return up to `limit` documents of a cell, of all owners, oldest first. Try only once; raise MidstreamError on
+        failure.
+        """
         request = pb.ListDocumentsRequest(kind=kind, limit=limit)
         try:
             response = await cell.stub.ListDocuments(request, timeout=_TRY_TIMEOUT_S)

@@ -9,5 +9,5 @@ _UNLIMITED: AbstractAsyncContextManager[None] = nullcontext()
 
 
 def until(deadline: float | None) -> AbstractAsyncContextManager[object]:
-    """Limit a block like `asyncio.timeout_at`, which costs ten times as much if there is no deadline."""
+    """Limit a block's duration like `asyncio.timeout_at`, which costs ten times as much if there is no deadline."""
     return _UNLIMITED if deadline is None else asyncio.timeout_at(deadline)

@@ -69,7 +69,7 @@ class FairThreads:
             return
         own = self._waiting.setdefault(client, deque())
         if self._max_waiting_per_client and len(own) >= self._max_waiting_per_client:
-            raise OverloadedError("too many requests of this client are waiting to be read")
+            raise OverloadedError("too many requests of this client are waiting for a thread")
         turn = asyncio.get_running_loop().create_future()
         own.append(turn)
         self.num_waiting += 1

@@ -55,9 +55,7 @@ class GenAiMetrics:
 
     @classmethod
     def from_config(cls, config: RouterConfig, model: str) -> GenAiMetrics | None:
-        """Return the metrics, or None if there is no collector, or it does not accept metrics
-        (OTEL_METRICS_EXPORTER=none).
-        """
+        """Return the metrics; None if no collector is set, or metrics are disabled (OTEL_METRICS_EXPORTER=none)."""
         if not config.otlp_endpoint or os.environ.get("OTEL_METRICS_EXPORTER") == "none":
             return None
         return cls(config.otlp_endpoint, config.name, model)

@@ -85,7 +85,7 @@ _T = TypeVar("_T")
 # because the journal then commits more of them together.
 _MAX_STARTS, _MAX_STARTS_ALONE = 4, 16
 _REATTACH_S = 0.05
-# The scheduler ends a request at its deadline; if it hangs, the router does so after this time.
+# The scheduler ends a request at its deadline; if the scheduler hangs, the router ends the request this much later.
 _LATE_S = 1.0
 # Time for which a disconnected client may reconnect.
 _RETURN_S = 0.5
@@ -219,7 +219,7 @@ class Generation:
         if self._is_reading:
             self._is_reading = False
             self._runner.readers.leave(self.request_id)
-        # The scheduler itself reports that the deadline has passed.
+        # After the deadline no abort is needed: the scheduler itself ends the request.
         is_late = self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline
         if abort and not is_late and not self.stream.is_final and self._request and not self._request.detached:
             self._runner.abort_soon(self.request_id)
@@ -237,7 +237,9 @@ class Runner:
     def __init__(
         self, config: RouterConfig, model: ModelFolder, prompts: PromptBuilder, cells: Cells, pool: DetokenizerPool
     ) -> None:
-        """Run requests for one model. Raises ConfigError if the sampling parameters that it recommends are invalid."""
+        """Prepare to run requests for one model. Raises ConfigError if the sampling parameters that the model
+        recommends are invalid.
+        """
         self.model = model
         self.cells = cells
         self.pool = pool
@@ -338,7 +340,7 @@ class Runner:
         return Generation(self, stream, deadline)
 
     def close(self) -> None:
-        """Cancel the background tasks."""
+        """Stop the grammar checker."""
         self._grammars.close()
 
     async def submit(self, cell: Cell, request: pb.GenerateRequest, deadline: float | None, *, is_keyed: bool) -> Cell:
@@ -368,8 +370,8 @@ class Runner:
     def abort_soon(self, request_id: str) -> None:
         """Abort a request whose client disconnected, in the background.
 
-        A client whose connection broke reconnects soon, so the request is aborted after a delay, and only if no client
-        reads it by then.
+        A client whose connection broke may reconnect soon, so the request is aborted after a delay, and only if no
+        client reads it by then.
         """
         task = asyncio.create_task(self._abort(request_id))
         self._aborting.add(task)
@@ -427,7 +429,8 @@ class Runner:
 
 
 class Output:
-    """A request's output to one client; exiting before the end means that the client disconnected.
+    """A request's output to one client, as a context manager; leaving it before the final chunk means that the client
+    disconnected.
 
     Attributes:
         request_id: The request's id.
@@ -643,9 +646,9 @@ class FrontDoor:
         )
 
     async def run_unstarted(self, request: pb.GenerateRequest, work: Callable[[], Awaitable[_T]]) -> _T:
-        """Return the result of `work`, which processes the prompt of a request that is not started.
+        """Run `work`, which processes a prompt without starting its request, and return the result.
 
-        With images, which workers encode, it counts as a request of the caller.
+        If the prompt has images, which workers must encode, the call counts against the caller's limits like a request.
 
         Raises:
             MidstreamError: A quota or limit is reached, the deadline passed, or `work` failed.
@@ -665,11 +668,11 @@ class FrontDoor:
             admission.release()
 
     def _admit(self, caller: Caller, request_id: str = "") -> tuple[Admission, Callable[[], None]]:
-        """Count a request against the caller's quotas and the limit on streams; return the handles that end these
-        counts.
+        """Count a request against the caller's quotas and the limits on streams. Return the admission and a callable,
+        which end the counting.
 
         Raises:
-            OverloadedError: One of them is reached.
+            OverloadedError: A quota or a limit is reached.
         """
         admission = self._quotas.admit(caller, request_id)
         try:
@@ -713,7 +716,8 @@ def _deadline_error() -> DeadlineError:
 
 
 def _deadline(request: pb.GenerateRequest, timeout_s: float | None) -> float | None:
-    """Return the event-loop time of a request's deadline: that of its call or its own, whichever is earlier.
+    """Return the event-loop time of a request's deadline: the call's or the request's own, whichever is earlier; None
+    if there is neither.
 
     Raises:
         DeadlineError: The deadline has passed.

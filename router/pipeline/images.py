@@ -128,8 +128,8 @@ class PromptImages:
         pieces = prompt.split(self._token)
         if len(pieces) - 1 != len(texts):
             raise InvalidArgumentError(
-                f"contains the image token {self._token} {len(pieces) - 1} times; must be {len(texts)}, as there are "
-                "images",
+                f"contains the image token {self._token} {len(pieces) - 1} times; must contain it {len(texts)} times, "
+                "once for each image",
                 field=field,
             )
         return "".join(part for pair in zip(pieces, [*texts, ""], strict=True) for part in pair)
@@ -138,7 +138,7 @@ class PromptImages:
         """Return a prompt's token ids with the ids of virtual tokens instead of the image token.
 
         Raises:
-            ExecutionError: The tokenizer does not keep the image token apart.
+            ExecutionError: The tokenizer does not encode each image token as one token id.
         """
         rows: Iterator[int] = iter(range(self._model.vocab_size, self._model.vocab_size + num_rows))
         count = sum(token_id == self._token_id for token_id in token_ids)

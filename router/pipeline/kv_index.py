@@ -20,7 +20,7 @@ class KvIndex:
     """Hashes of the cached blocks of a cell's worker groups."""
 
     def __init__(self) -> None:
-        # Both by worker group; groups may have blocks of different sizes.
+        # Both are keyed by worker group; block sizes may differ between groups.
         self._stored: dict[str, set[int]] = {}
         self._tokens_per_block: dict[str, int] = {}
         self._next = 0

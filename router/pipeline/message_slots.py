@@ -1,4 +1,4 @@
-"""Limits on gRPC requests that have not arrived in full: gRPC allocates memory for a message as soon as it is read."""
+"""Limits on gRPC requests that have not arrived in full: gRPC allocates a message's memory when reading it begins."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class _Pool:
 
     async def _acquire(self, own: asyncio.Semaphore) -> None:
         """Take one of the client's slots and one of the slots that all clients share."""
-        if not own.locked() and not self._all.locked():  # neither waits, so that no timeout is needed
+        if not own.locked() and not self._all.locked():  # neither call waits, so no timeout is needed
             await own.acquire()
             await self._all.acquire()
             return

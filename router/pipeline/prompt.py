@@ -34,7 +34,7 @@ class PromptOptions:
         adds_special_tokens: Whether a text gets the tokenizer's special tokens. None means that a prompt does, and a
             conversation does not, since its template contains them.
         max_tokens: Number of tokens to which the prompt is truncated, keeping its end; -1 means as many as leave room
-            for the output, None no truncation.
+            for the output, and None means no truncation.
         continues_last: Whether the output continues the last message of a conversation.
     """
 
@@ -44,7 +44,8 @@ class PromptOptions:
 
 
 _DEFAULT_OPTIONS = PromptOptions()
-# Marks the end of a message's content in a rendered conversation; templates leave private characters as they are.
+# Marks the end of a message's content in a rendered conversation; templates do not change characters of the private use
+# area.
 _END_MARK = "\ue0f1end\ue0f2"
 
 
@@ -65,7 +66,7 @@ class PromptBuilder:
         self.tokenizer = Tokenizer(folder.path)
         self._images = PromptImages(folder, self.tokenizer, encode_image)
         self._max_tokens = folder.max_sequence_length
-        # A classifier's template may be left over from the model that it was made from.
+        # A classifier's template may be left over from the base model from which it was fine-tuned.
         has_own_template = re.search("[\"']document[\"']", folder.templates) is not None
         self._joins_pairs = folder.num_labels is not None and not has_own_template
         tokens = _special_tokens(folder, self.tokenizer)
@@ -262,7 +263,7 @@ def _cut_after(text: str, marked: str, content: str, path: str) -> str:
     for kept in (before, before.rstrip()):
         if kept and text.startswith(kept):
             return kept
-    # The template changes the content, depending on its end.
+    # How the template changes the content depends on the content's end.
     start = text.rfind(content.strip())
     if start < 0:
         raise InvalidArgumentError("cannot be continued: the chat template changes it", field=path)

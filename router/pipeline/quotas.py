@@ -130,7 +130,7 @@ class Account:
             self._tokens.take(num_tokens, self._clock())
 
     def _changed(self, name: str, limit: int, used: Iterable[UsageSeen]) -> _Rate | None:
-        """Return the bucket with another limit; None if there is no limit now."""
+        """Return the bucket called `name` with a new limit; None if there is no limit any more."""
         if not limit:
             return None
         now, rate = self._clock(), self._rates.get(name)
@@ -174,7 +174,9 @@ class Admission:
         self._is_released = not is_running
 
     def charge_prompt(self, request_id: str, num_tokens: int) -> None:
-        """Charge the prompt of a request that starts. An earlier request with this id does not count."""
+        """Charge the prompt of a request that starts, and forget which tokens of an earlier request with this id were
+        charged.
+        """
         if self._client:
             self._quotas.forget(self._client, request_id)
             self._quotas.charge(self._client, num_tokens, 0)

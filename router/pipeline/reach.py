@@ -17,8 +17,8 @@ UNREACHED_S = 10.0
 async def watch_reach(
     cells: Cells, pool: DetokenizerPool, progress: Progress, *, unreached_s: float = UNREACHED_S
 ) -> None:
-    """Report the router as unhealthy until every component has responded, and whenever one has been silent for
-    `unreached_s`.
+    """Report the router as unhealthy until a scheduler, a worker and a detokenizer have responded, and whenever all
+    components of one kind have been silent for `unreached_s`.
 
     A scheduler has responded when its load report, which also covers its workers, arrives over the connection used for
     requests.

@@ -388,8 +388,8 @@ def _at_most(value: int, limit: int, field: str) -> None:
 
 
 def _reports_prompt(request: pb.GenerateRequest) -> bool:
-    """Return whether the output includes anything about the prompt. The output of a beam search begins with its first
-    token.
+    """Return whether the output includes anything about the prompt. The output of a beam search begins only with its
+    first generated token.
     """
     output = request.output
     echoes = output.HasField("exclude_input_from_output") and not output.exclude_input_from_output

@@ -7,7 +7,7 @@ from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
 from router.pipeline.request_checks import check_sampling
 
-# Beam search ranks tokens by the unmodified distribution.
+# Defaults that also apply to beam searches, which otherwise rank tokens by the unmodified distribution.
 _OF_BEAMS = frozenset({"repetition_penalty"})
 
 

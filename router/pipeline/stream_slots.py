@@ -35,7 +35,7 @@ class StreamSlots:
     While a stream waits for a message, all but the message's last byte may have arrived, in memory that gRPC has
     allocated. A client may leave a stream idle for any length of time, so a time limit cannot detect this. Instead, if
     there are too many such streams, the one that has waited longest is ended. Streams with running requests are never
-    ended, and have separate slots, half as many.
+    ended, and have separate slots, half as many as idle streams.
     """
 
     def __init__(
@@ -104,14 +104,15 @@ class StreamSlots:
             self._timer = asyncio.get_running_loop().call_later(_LOOK_INTERVAL_S, self._look)
 
     def _look(self) -> None:
-        """Give slots to waiting streams, end idle streams for them, and refuse those that have waited too long.
+        """Give slots to waiting streams, end idle streams whose slots are needed, and refuse streams that have waited
+        too long.
 
         This happens periodically, because a stream becomes idle just by waiting.
         """
         self._timer = None
         num_left = _MAX_ENDED_PER_LOOK
         for own in list(self._waiting.values()):
-            has_no_room = set[bool]()  # for streams with and without running requests
+            has_no_room = set[bool]()  # contains True for streams with running requests, False for others
             for stream, turn in list(own.items()):
                 is_busy = stream.num_running > 0
                 if turn.done():  # cancelled, but its task has not run since
@@ -144,7 +145,7 @@ class StreamSlots:
     def _has_slot(stream: RequestStream[Any], reading: list[RequestStream[Any]], limit: int) -> bool:
         """Return whether `stream` can be added, given that `limit` streams may be idle, and half as many busy.
 
-        A stream becomes idle when its last request ends, so there may be more idle ones.
+        A stream becomes idle when its last request ends, so more than `limit` streams may be idle.
         """
         is_busy = stream.num_running > 0
         num_alike = sum((other.num_running > 0) == is_busy for other in reading)
@@ -161,9 +162,9 @@ class StreamSlots:
         if self._has_slot(stream, reading, limit):
             reading, limit = list(self._reading), self._max_reads
         if self._has_slot(stream, reading, limit):
-            return  # it waits for memory
+            return  # the stream waits for memory, not for a slot
         if stream.num_running and len(reading) < limit + limit // 2:
-            return  # it waits for another stream with running requests
+            return  # the stream waits for the slot of another stream with running requests
         client, _ = Counter(other.client for other in reading).most_common(1)[0]
         before = time.monotonic() - self._min_idle_s
         for other in reading:

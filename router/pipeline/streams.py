@@ -40,8 +40,8 @@ class ClientStream:
         on_overflow: Callable[[], None] = lambda: None,
         waker: Callable[[Waiter], None] = wake_now,
     ) -> None:
-        """The client has the first `from_token` tokens of each sequence, or those in `from_token_by_sequence`. `waker`
-        wakes the task that waits for output.
+        """The client already has the first `from_token` tokens of each sequence, or as many as `from_token_by_sequence`
+        states for it. `waker` wakes the task that waits for output.
         """
         self.request_id = request_id
         self.is_final = False
@@ -97,7 +97,8 @@ class ClientStream:
             self._num_bytes -= pending.num_bytes
             pending.append(chunk)
             self._num_bytes += pending.num_bytes
-        # A sequence that is sent at its end, or again, arrives as one chunk, however fast the client reads.
+        # If a sequence is sent only at its end, or is sent again, its output arrives as one chunk, even if the client
+        # reads fast.
         if self._num_bytes > self._max_pending_bytes and not (is_first or chunk.is_sequence_final):
             self.overflowed = True
             self._pending.clear()

@@ -15,7 +15,8 @@ from protos import scheduler_pb2 as pb
 from protos.frames_pb2 import FramesOffer, OpenFramesRequest
 
 _OPEN_TIMEOUT_S = 2.0
-# A scheduler responds within milliseconds. Without frames, each submission has its own timeout.
+# Maximum time without a message; a scheduler responds within milliseconds. Without frames, each submission has its own
+# timeout.
 _SILENCE_S = 3.0
 _ASK_AGAIN_S = 10.0
 # A longer message would delay others, and might exceed the limit on a frame, which closes the connection.

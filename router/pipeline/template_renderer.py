@@ -99,7 +99,8 @@ def _to_json(
 
 
 def _confine() -> None:
-    # Trigger errors now, to load what Jinja and Python import lazily on errors before files can no longer be opened.
+    # Trigger errors now, so that the modules that Jinja and Python import only on errors are loaded while files can
+    # still be opened.
     Renderer("{% for m in messages %}{{ m.x.y | tojson }}{% endfor %}").render({"messages": [{}]})
     Renderer("{{ raise_exception('x') ~ strftime_now('%B') }}").render({})
     for limit, value in (

@@ -1,7 +1,7 @@
 """Limits how many tasks continue in one iteration of the event loop.
 
 A step has output for hundreds of streams. If all their tasks ran in one iteration, a new request would wait for tens of
-milliseconds each time that it waits for another iteration.
+milliseconds each time that it yields to the event loop.
 """
 
 from __future__ import annotations

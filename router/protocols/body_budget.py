@@ -17,7 +17,7 @@ _IMAGE_BYTES = 32 << 20
 # The budget is this number of bodies of maximum size, in total and for one client.
 _BODIES, _BODIES_PER_CLIENT = 16, 4
 _RETRY_AFTER_MS = 500
-# A body whose length is known waits this long for other bodies of its client before it is refused.
+# A body whose length is known waits up to this long for room in the budget before it is refused.
 WAIT_S = 5.0
 
 
@@ -113,7 +113,9 @@ class HeldBody:
         self._num_bytes += num_bytes
 
     def grow_to(self, num_bytes: int) -> None:
-        """Count all bytes of this body so far. Raises OverloadedError if the budget for all bodies is exhausted."""
+        """Count the bytes of this body that have arrived so far. Raises OverloadedError if the budget for all bodies is
+        exhausted.
+        """
         if num_bytes > self._num_bytes:
             self._budget.add(self._client, num_bytes - self._num_bytes)
             self._num_bytes = num_bytes

@@ -40,7 +40,7 @@ class BodyReader:
             length = int(request.headers.get("content-length") or 0)
             if length > limit:
                 raise InvalidArgumentError(f"the body has more than {limit} bytes")
-            # Reading a body only to refuse it would cost more than the refusal.
+            # Reserve the bytes first: reading a body only to refuse it would cost more than the refusal.
             await held.reserve(length)
             async for part in request.stream():
                 data += part
@@ -52,5 +52,5 @@ class BodyReader:
             return await self._threads.run(lambda: make(Body.parse(bytes(data))))
 
     async def render(self, make: Callable[[], bytes]) -> bytes:
-        """Return the result of `make`, which renders a long response, in a thread."""
+        """Run `make`, which renders a long response, in a thread and return its result."""
         return await self._threads.run(make)

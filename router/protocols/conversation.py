@@ -2,8 +2,8 @@
 
 1. An API reads its body into a Conversation: the native request and its tools.
 2. `prepare` renders the prompt, detects whether it opens the reasoning, and adds the grammar that tools need.
-3. A SequenceReader turns a sequence's text into events. They depend only on the text, so that a stream is resumed by
-   reading the text again.
+3. A SequenceReader turns a sequence's text into events. The events depend only on the text, so a stream can be resumed
+   by reading the text again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ANY_JSON: Schema = {"anyOf": [{"type": "object"}, {"type": "array"}]}
 # A reference relative to the root of a schema, as JSON text.
 _REFERENCE = re.compile(r'(?<!\\)"\$ref": "#')
 _SWITCHES = ("enable_thinking", "thinking")
-# Each reasoning effort with the one that templates support; some APIs have more efforts than templates.
+# Maps each reasoning effort to one that templates support; some APIs have more efforts than templates.
 _EFFORTS = {
     "none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high",
 }  # fmt: skip
@@ -82,7 +82,7 @@ class ChatModel:
         tokens = {mark: number for mark, number in ids.items() if mark in special or mark.startswith("<")}
         model = ChatModel(found, folder.templates, tokens, any(mark in special for mark in found.marks))
         if model.template and not model.has_tools:
-            logger.info("the chat template does not show tools: the model calls only those that a request requires")
+            logger.info("the chat template does not show tools, so the model calls only tools that a request requires")
         return model
 
     @property
@@ -102,11 +102,11 @@ class ChatModel:
         return known.grammar(self.template) if known is not None and known.grammar is not None else None
 
     def hides(self, tools: Tools) -> bool:
-        """Whether tools have no effect, because the model does not see them and need not call one."""
+        """Return whether `tools` have no effect, because the model does not see them and need not call one."""
         return bool(tools.schemas) and tools.choice == "auto" and not self.has_tools
 
     def ignores_strict(self, tools: Tools) -> bool:
-        """Whether `strict` of tools that the model sees has no effect, because no grammar constrains its calls."""
+        """Return whether `strict` has no effect on tools that the model sees, as no grammar constrains its calls."""
         is_free = tools.choice == "auto" and not self.hides(tools)
         return bool(tools.strict) and is_free and self.call_grammar is None
 
@@ -127,7 +127,8 @@ class Tools:
 
     Attributes:
         schemas: JSON schema of each tool's parameters, by name; empty if none may be called.
-        definitions: In OpenAI's format for the chat template, by name; empty to omit them from the prompt.
+        definitions: Definition of each tool in OpenAI's format, for the chat template, by name; empty to omit the tools
+            from the prompt.
         choice: Whether the model decides, must call any tool, or must call `named`.
         strict: Tools whose arguments must match their schemas, if there is a grammar for the model's format.
         is_parallel: Whether there may be several calls.
@@ -175,7 +176,8 @@ class Conversation:
     Attributes:
         request: The native request; its input is `chat` until `prepare`.
         prediction: Text that the answer is expected to repeat.
-        num_prompt_tokens: Length of the prompt; 0 before `prepare`, and if `prepare` need not render the prompt.
+        num_prompt_tokens: Length of the prompt; 0 before `prepare`, and also afterwards if `prepare` did not render the
+            prompt.
         is_thinking: Whether the prompt has opened the reasoning.
         options: How the conversation is converted to tokens.
     """
@@ -268,7 +270,7 @@ class Conversation:
             self.request.guided_decoding.CopyFrom(guide)
 
     def _guide(self) -> pb.GuidedDecodingConfig | None:
-        """Return the grammar for the tools, or the one for reasoning followed by the requested format."""
+        """Return the grammar for the tools, or for reasoning followed by the requested format; None for no change."""
         tools = self.tools
         if self._is_guided:
             return self._joined_guide() if self._may_call_instead else self._own_guide()
@@ -294,7 +296,7 @@ class Conversation:
         return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=text)
 
     def guide_parts(self) -> dict[str, pb.GuidedDecodingConfig]:
-        """Return guides for the schemas of the tools whose arguments the request's guide restricts, by field."""
+        """Return, for each tool whose arguments the request's guide restricts, a guide for its schema, by field."""
         tools = self.tools
         names = (
             tools.strict if tools.choice == "auto" else tools.schemas if tools.choice == "required" else {tools.named}

@@ -494,7 +494,7 @@ def check_fields(body: Body, table: Table, types: Types | None = None, opaque: t
 
 
 def check_supported(body: Body, table: Table) -> None:
-    """Raise UnsupportedError if a body sets a field that `table` refuses, unless it is inside another field."""
+    """Raise UnsupportedError if a body sets a top-level field that `table` refuses."""
     for name in body.fields:
         status, note = table.get(name, ("works", ""))
         if status == "refused":

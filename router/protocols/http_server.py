@@ -30,11 +30,11 @@ _LOOK_INTERVAL_S = 1.0
 HEAD_TIMEOUT_S, BODY_TIMEOUT_S = 10.0, 60.0
 _MAX_CONNECTIONS = 16_384
 _BACKLOG = 2048
-# Maximum number of connections accepted per iteration of the event loop; no other request waits for more than these.
+# Maximum number of connections accepted per iteration of the event loop; other requests wait for no more than these.
 _MAX_ACCEPTED_PER_TURN = 8
-# Time for requests that are canceled at the end of the drain time to be rejected.
+# Maximum time for rejecting the requests that are cancelled at the end of the drain time.
 _REJECTION_S = 1.0
-# Headers with the id of a call, of OpenAI's API and of Anthropic's.
+# Headers that contain the id of a call, in OpenAI's API and in Anthropic's.
 _ID_HEADERS = (b"x-request-id", b"request-id")
 _REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
 
@@ -47,7 +47,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept connections."""
-        # asyncio accepts as many connections at once as it sets the backlog to, so the backlog is set again here.
+        # asyncio uses one number for the backlog and for the connections to accept at once, so set the backlog again.
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(_BACKLOG)
@@ -57,7 +57,9 @@ class ConnectionLimits:
     """Counts the open connections of a port, in total and per client address."""
 
     def __init__(self, max_connections: int) -> None:
-        """Limit all connections to half of the open-file limit, and those from one address to half of that."""
+        """Limit all connections to `max_connections`, but at most _MAX_CONNECTIONS, and those from one address to half
+        of that.
+        """
         self.max_connections = max(min(max_connections, _MAX_CONNECTIONS), 2)
         self._open: Counter[str] = Counter()
         self._num_open = 0
@@ -173,7 +175,7 @@ class _Protocol(HttpToolsProtocol):
             self.transport.close()
 
     def decline_offer(self) -> _Parser:
-        """Read the last head again, without its offer of another protocol; return the parser for what follows."""
+        """Read the last head again, without its offer of another protocol; return the parser for the bytes after it."""
         version = self.parser.get_http_version().encode()
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
@@ -309,12 +311,12 @@ def _is_from_another_site(headers: Mapping[bytes, bytes]) -> bool:
     site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
     if site is not None:
         return site not in (b"same-origin", b"none")
-    # Browsers send that header only over HTTPS and to this host. Clients other than browsers send no origin.
+    # Browsers send `sec-fetch-site` only over HTTPS or to their own host. Clients other than browsers send no origin.
     return origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
 
 
 def for_pages(app: ASGIApp, origins: str) -> ASGIApp:
-    """Return the application, restricted to calls from its own web pages and from `origins`, comma-separated or `*`.
+    """Return the application; web pages can call it only if they are its own or from `origins`, comma-separated or `*`.
 
     The answers to pages of `origins` have the headers (CORS) that let the pages read them.
     """
@@ -386,7 +388,7 @@ class HttpPort:
         """Stop listening on the shared port, and close its connections once they are idle, so that their clients reach
         another process.
         """
-        for server in getattr(self._server, "servers", ())[1:]:  # set when they have started
+        for server in getattr(self._server, "servers", ())[1:]:  # set once the server has started
             server.close()
         for listener in self._sockets[1:]:
             listener.close()
@@ -410,14 +412,14 @@ class HttpPort:
         self._server.should_exit = True
         for task in self._tasks[1:]:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)  # the caller watches them
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # the caller watches these tasks
         if canceled := tuple(self._server.server_state.tasks):
             await asyncio.wait(canceled, timeout=_REJECTION_S)
         self.abort()
 
     def abort(self) -> None:
         """Close the port and all its connections at once."""
-        for server in getattr(self._server, "servers", ()):  # set when they have started
+        for server in getattr(self._server, "servers", ()):  # set once the server has started
             server.close()
         for connection in list(self._server.server_state.connections):
             if connection.transport is not None:

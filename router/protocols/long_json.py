@@ -17,7 +17,7 @@ from router.parsers.machine import finite_float, refuse_constant
 
 # With no more separators than this, `json.loads` takes a few milliseconds; long texts of escapes take up to 70 ms.
 _MAX_SEPARATORS = 20_000
-# Maximum number of values and members, without the numbers that are parsed in pieces.
+# Maximum number of values and members, not counting the numbers that are parsed in pieces.
 MAX_VALUES = 100_000
 _MIN_PIECE, _MAX_PIECE = 1 << 10, 1 << 15
 # Number of values that are rendered at a time.
@@ -31,7 +31,7 @@ def parse_long_json(data: bytes) -> object:
     """Return the JSON value in `data`. Raises ValueError if `data` is not JSON or not valid text, or has too many
     values or a number that is too large for a float, or RecursionError if it is nested too deeply.
     """
-    # `json.loads` itself would decode half of a surrogate pair.
+    # Given bytes, `json.loads` would also decode half of a surrogate pair.
     text = data.decode(json.detect_encoding(data))
     if text.count(",") + text.count("[") + text.count("{") <= _MAX_SEPARATORS:
         value = json.loads(text, parse_constant=refuse_constant, parse_float=finite_float)
@@ -81,7 +81,7 @@ class _Decoder(json.JSONDecoder):
         self.scan_once = scanner.py_make_scanner(self)  # type: ignore[attr-defined]  # missing in typeshed
 
     def _array(self, text_and_start: tuple[str, int], scan: _Scan) -> tuple[list[Any], int]:
-        """Return the array whose first value is at a position of a text, and the position after the array."""
+        """Parse the array whose first value is at a position in a text; return the array and the position after it."""
         text, start = text_and_start
         values: list[Any] = []
         while (piece := _numbers(text, start)) is not None:

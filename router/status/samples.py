@@ -60,7 +60,7 @@ class Samples:
         self.last_number += 1
 
     def _reading_before(self, time_s: float) -> _Reading:
-        """Return the newest reading that is at least this old; if there is none, the oldest reading."""
+        """Return the newest reading taken at or before `time_s`; if there is none, the oldest reading."""
         old = [reading for reading in self._readings if reading.time_s <= time_s]
         return old[-1] if old else self._readings[0]
 

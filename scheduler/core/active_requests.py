@@ -51,7 +51,7 @@ class LlmRequest:
 
     @property
     def client_id(self) -> str:
-        """The client that sent it."""
+        """The client that sent the request."""
         return self._request.spec.client_id
 
     @property
@@ -120,7 +120,7 @@ class RequestListScheduler(ABC):
         """Store the limits that a policy may need.
 
         Args:
-            max_num_requests: Maximum sequences that the group runs at the same time.
+            max_num_requests: Maximum number of sequences that the group runs at the same time.
             kv_cache_manager: The group's KV blocks.
         """
         self.max_num_requests = max_num_requests
@@ -143,7 +143,7 @@ class RequestListCapacity(CapacityScheduler):
         self._policy = policy
 
     def select(self, queued: Sequence[Request], group: WorkerGroup) -> Sequence[Request]:
-        """Return the queued requests that are among those that fit."""
+        """Return the queued requests that the policy reports as fitting."""
         possible = [request for request in queued if group.is_large_enough(request)]
         fitting, _ = self._schedule(group, possible)
         return [request for request in fitting if request.group is None]

@@ -4,8 +4,8 @@ A step takes the candidates of all running beams, keeps those with the best cumu
 recorded as a `BeamStep`. The state is a function of the request and its steps in order, so the journal keeps the steps.
 Ties between candidates are broken by the rank of their beam and then by token id, so candidates determine the step.
 
-Scores and the end of the search are defined as in transformers and TensorRT-LLM: those among the `width` best
-candidates that end are added to the ended beams, with their scores, and the best `width` ended beams are kept.
+Scores and the end of the search are defined as in transformers and TensorRT-LLM: of the `width` best candidates, the
+ones that end their beam are added to the ended beams, with their scores, and the best `width` ended beams are kept.
 
 The common prefix of all beams that may still become the best one is *decided*: whatever happens later, the best output
 begins with it. Log probabilities are at most 0, so a running beam can never score better than its present cumulative
@@ -109,8 +109,8 @@ class BeamSearch:
         search = cls(spec)
         for step in steps[:-1]:
             search._extend(step)
-        # Decided tokens stay decided, so only the last two states need to be examined: a last step that leaves no beams
-        # decides nothing.
+        # Decided tokens stay decided, so it suffices to decide after the last step. A step that leaves no beams decides
+        # nothing, however, so decide before the last step too.
         search._decide()
         for step in steps[-1:]:
             search.apply(step)
@@ -118,7 +118,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Return the number of candidates needed per beam; it allows for all stop tokens being among the most likely
+        """Return the number of candidates needed per beam: enough even if all stop tokens are among the most likely
         tokens.
         """
         return self.spec.beam_width + len(self.spec.stop_token_ids)

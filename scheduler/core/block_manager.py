@@ -197,7 +197,7 @@ class BlockManager:
             self._retained[value] = self._retention[block]
 
     def take_retained(self) -> dict[int, Retention]:
-        """Return the retentions that were set or began since the last call, by the blocks' hashes."""
+        """Return the retentions that were set, or whose durations started, since the last call, by block hash."""
         retained, self._retained = self._retained, {}
         return retained
 

@@ -89,7 +89,7 @@ class BlockTables:
         return found
 
     def reuses(self, request: Request) -> bool:
-        """Return whether the request may reuse cached blocks, and others may share its blocks."""
+        """Return whether the request may reuse cached blocks, and other requests may share its blocks."""
         return self._enable_reuse and request.spec.is_cacheable
 
     def fill(
@@ -107,8 +107,8 @@ class BlockTables:
             sequence: A sequence without a table.
             leader: Another sequence of its request that has a table; they share the prompt's full blocks.
             adoptions: Queue for full blocks that a dead worker or tiers may hold; None if there are none.
-            is_stored: Returns whether the block with a hash can be adopted. Adoption ends at the first one that cannot.
-                None means that all can.
+            is_stored: Function that returns whether the block with a given hash can be adopted. Adoption stops at the
+                first block for which it returns False. None means that all blocks can be adopted.
 
         Returns:
             The number of leading blocks that other sequences compute or have computed.
@@ -180,7 +180,7 @@ class BlockTables:
         return copies
 
     def empty(self, lane: Sequence) -> None:
-        """Release the blocks of a lane that currently has no beam; it may get one again."""
+        """Release the blocks of a lane that currently has no beam; the lane may get a beam again later."""
         self.blocks.release(reversed(lane.held_blocks), self._clock.now_ns)
         lane.drop_blocks()
         self._set_reserved(lane, lane.num_computed // self.tokens_per_block)
@@ -208,7 +208,7 @@ class BlockTables:
             sequence.publish_at(NO_RESULTS)
 
     def _adopt(self, sequence: Sequence, adoptions: Adoptions, is_stored: Callable[[int], bool] | None) -> None:
-        """Queue blocks that the sequence would otherwise compute for adoption; its last known token is still
+        """Queue for adoption the blocks that the sequence would otherwise compute; its last known token is still
         computed.
         """
         end = (sequence.num_tokens - 1) // self.tokens_per_block
@@ -221,8 +221,8 @@ class BlockTables:
             sequence.limit_hits(index + 1)
 
     def still_wants(self, adoption: Adoption, entry: AdoptedBlock) -> bool:
-        """Return whether a block queued for adoption still belongs to its sequence; if not, other sequences compute
-        it.
+        """Return whether a block queued for adoption still belongs to its sequence; if not, the next sequence that
+        needs the block computes it.
         """
         if not self._prefix_cache.is_claimed(entry.block, adoption):
             return False
@@ -311,7 +311,7 @@ class BlockTables:
         return retention
 
     def break_promises(self, sequence: Sequence) -> None:
-        """Release the claims of a sequence in its context phase on shared blocks; other sequences that hold them
+        """Release the claims on shared blocks of a sequence in its context phase; other sequences that hold the blocks
         compute them.
         """
         self._prefix_cache.abandon(sequence.held_blocks, sequence)

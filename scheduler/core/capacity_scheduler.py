@@ -74,21 +74,21 @@ class MaxUtilization(CapacityScheduler):
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
         """Return whether the request's known tokens and one more token fit, with some headroom for the growth of
-        others.
+        running requests.
         """
         return wants_context(request, group) and _has_room_to_grow(request, group)
 
     def num_sequences_to_start(self, request: Request, group: WorkerGroup) -> int:
-        """Return the maximum number of sequences that fit, with some headroom for the growth of others."""
+        """Return the maximum number of sequences that fit, with some headroom for the growth of running requests."""
         if not wants_context(request, group):
             return 0
         return _largest_part(request, lambda part: _has_room_to_grow(request, group, part))
 
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
-        """Return as many requests as are needed to give every other sequence the block for its next step.
+        """Return as many requests as must be paused so that every other sequence gets the block for its next step.
 
-        Requests whose last step is in flight are not paused: they are about to release their blocks, and sequences
-        that lack one wait for them.
+        Requests whose last step is in flight are not paused: they are about to release their blocks, and sequences that
+        lack a block wait until then.
         """
         num_missing = _num_blocks_for_generation(group) - group.blocks.num_available
         if num_missing <= 0:
@@ -114,8 +114,9 @@ class StaticBatch(CapacityScheduler):
 def next_to_pause(active: Sequence[Request], group: WorkerGroup, kept: Collection[Request] = ()) -> Request | None:
     """Return the request to pause so that the other active ones can continue, or None if none may be paused.
 
-    It is one of the lowest priority; among those, one of a client that holds more than an equal share of the blocks;
-    among those, the newest. The most urgent request is never paused, so some request always runs to its end.
+    Requests of the lowest priority are paused first; among these, requests of clients that hold more than an equal
+    share of the blocks; among these, the newest. The most urgent request is never paused, so some request always runs
+    to its end.
 
     Args:
         active: Requests that hold blocks.
@@ -234,10 +235,11 @@ def _num_blocks_given_back(request: Request, group: WorkerGroup) -> int:
 
 
 def _leaves_room(request: Request, group: WorkerGroup, cost: StartCost, num_blocks: int, num_blocks_left: int) -> bool:
-    """Return whether the request leaves a part of the group's rows and blocks to others, or may use that part itself.
+    """Return whether the request leaves a reserve of the group's rows and blocks to other clients, or may use the
+    reserve itself.
 
-    Requests that can start in parts must always leave this part, because one of them could take all capacity for a long
-    time. Other requests must leave it only while several clients are active.
+    Requests that can start in parts must always leave the reserve, because one of them could take all capacity for a
+    long time. Other requests must leave it only while several clients are active.
 
     Args:
         request: A queued request.

@@ -8,7 +8,8 @@ The steps of a request:
    allows it (placement); it gets rows and blocks there (worker_group).
 3. The same turn plans steps for every group with room in its pipeline (`_plan`): the micro-batch policy fills a step
    (steps), and the StepPlan goes out. Two steps are in flight, so the next one waits at the worker when one
-   ends. A pipeline has one more in flight for each further stage, of other sequences.
+   ends. A group with several pipeline stages has one additional step in flight for each stage after the first, with
+   other sequences.
 4. `StepDone` carries tokens: they are appended, and sequences that are complete are ended (steps). Their rows and
    blocks are free at once, because steps run strictly in order.
 5. If it is paused, or its worker is lost, it is queued again with its tokens (membership), and continues at 2. Where
@@ -236,7 +237,7 @@ class SchedulerCore:
         return step
 
     def _pause(self, group: WorkerGroup, requests: list[Request], delay_ns: int = 0) -> None:
-        """Queue active requests again; they may start after a delay."""
+        """Release active requests and queue them again; they may start again after `delay_ns`."""
         for request in requests:
             group.release(request)
             request.count_preemption()

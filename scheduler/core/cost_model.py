@@ -14,7 +14,7 @@ WIRE_US = 200.0
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Coefficients in microseconds; the defaults are those of a small model on a large GPU.
+    """Coefficients in microseconds; the defaults are typical of a small model on a large GPU.
 
     Attributes:
         block_us: Time to move a KV block from a prefill to a decode worker.

@@ -40,7 +40,8 @@ class BeamsAdvanced:
     """A beam search has advanced to `num_steps` steps, to be committed.
 
     Attributes:
-        num_outputs: Number of extra outputs of its first sequence to be committed: those of the prompt.
+        num_outputs: Number of extra outputs of its first sequence that are to be committed; all of them are for the
+            prompt.
         num_reported: Number of tokens of its first sequence whose extra outputs are known from earlier emissions.
     """
 
@@ -62,7 +63,7 @@ class RequestEnded:
     """All sequences of a request have ended; emitted once for each accepted request.
 
     Attributes:
-        sequences: The request's sequences, which it drops once it is forgotten.
+        sequences: The request's sequences; the request drops them once it is forgotten.
     """
 
     request: Request

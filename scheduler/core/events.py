@@ -95,7 +95,7 @@ class WorkerRegistered:
         sink_token_length: Number of first tokens that every query attends to in addition to its window.
         role: A Role; empty means both.
         kv_source: Where other groups can fetch blocks of its pool; empty if they cannot.
-        num_micro_batches: Number of steps without common sequences that the group computes at the same time.
+        num_micro_batches: Number of steps, without sequences in common, that the group computes at the same time.
         block_kind: Only groups of equal kinds fetch each other's blocks; empty if unknown.
     """
 
@@ -173,7 +173,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """A worker sent an invalid message, or one that could not be processed."""
+    """A worker sent an invalid message or one that could not be processed, or did not answer in time."""
 
     time_ns: int
     connection: bytes

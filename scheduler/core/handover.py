@@ -13,7 +13,7 @@ group without contexts to compute keeps its generating requests unless the decod
 are still fetched, so that a request can move as soon as another prompt arrives.
 
 All state of this module can be lost at any moment. A request is handed over at most once per start on a prefill group,
-and stays there after its blocks could not be fetched.
+and stays there if its blocks cannot be fetched.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ class Transfer:
 
     @property
     def is_held(self) -> bool:
-        """Whether the target still has all blocks that it was asked for, except those that it has yet to report. It
-        drops fetched blocks if it may not hold more, and may evict blocks from its pool.
+        """Whether the target still has all blocks that it was asked for, except those that it has yet to report. The
+        target drops fetched blocks beyond its limit, and may evict blocks from its pool.
         """
         hashes = self.sequence.block_hashes(self.source.tokens_per_block)[: self.num_asked]
         return all(value in self.missing or self.target.has_block(value) for value in hashes)
 
     @property
     def num_context_tokens(self) -> int:
-        """Number of known tokens, at its start on the source, that fill blocks."""
+        """Number of tokens in full blocks, among those that were known when the request started on the source."""
         size = self.source.tokens_per_block
         return (self.num_known - 1) // size * size
 
@@ -233,7 +233,7 @@ class Handovers:
         self._totals.num_handovers += 1
         self._membership.requeue(request)
         if not self._placement.start_on(request, transfer.target):
-            request.keep_here()  # the policy chooses another group; the request is placed like any other
+            request.keep_here()  # the policy decides against the target; the request is placed like any other
 
 
 def _fetch_blocks(source: WorkerGroup, target: WorkerGroup, hashes: Iterable[int]) -> FetchBlocks:

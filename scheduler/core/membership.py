@@ -137,7 +137,7 @@ class Membership:
             self.end_epoch(group, event.reason or "it left", tell=False)
 
     def fail(self, event: WorkerFailed) -> None:
-        """End the epoch of a worker that sent an invalid message."""
+        """End the epoch of a worker that sent an invalid message or did not answer in time."""
         group = self._group_at(event.connection)
         if group is not None:
             self.end_at_fault(group, event.reason)
@@ -229,7 +229,7 @@ class Membership:
             self.wait_for_workers()
 
     def requeue(self, request: Request, delay_ns: int = 0) -> None:
-        """Queue a request again after it was released from a group; it may start after a delay."""
+        """Queue a request again after it was released from a group; it may start again after `delay_ns`."""
         request.wait_again(self._clock.now_ns)
         if not delay_ns:
             self._queue.put_back(request)
@@ -250,8 +250,8 @@ class Membership:
         return any(not group.is_held_off for group in self.groups.values())
 
     def should_avoid(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether this group died while running the request and another group could try it, to find out which is
-        at fault.
+        """Return whether this group died while running the request and another group could try it, which shows whether
+        the request or the group is at fault.
         """
         return group.group_id in request.died_on and self._has_other(request)
 

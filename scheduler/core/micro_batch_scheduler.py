@@ -75,8 +75,8 @@ class StaticLockstep(MicroBatchScheduler):
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
         """Fill the step with context as long as there is any, and otherwise with generation.
 
-        If requests were paused so that others can generate, these do so first: otherwise the paused requests would take
-        the blocks again.
+        If requests were paused so that others can generate, those others generate first: otherwise the paused requests
+        would take the blocks again.
         """
         if (step.paused_requests or not group.context) and step.add_generation():
             return
@@ -87,9 +87,9 @@ def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
     """Add context chunks until the budget is used up; each client's sequences are served in the order in which they
     started.
 
-    The client with the fewest tokens is served first, and each of the others gets as many tokens, so that this client's
-    step stays short. At least a part of the budget is for the others, so that no client waits until another's contexts
-    are computed.
+    The client with the fewest tokens is served first. Each other client then gets at most as many tokens as the first
+    one, so that the first client's step stays short. A part of the budget is reserved for the other clients, so that
+    none of them waits until the contexts of another are computed.
     """
     if not group.context:
         return
@@ -99,11 +99,11 @@ def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
     clients: dict[str, list[Sequence]] = {}
     for sequence in group.context:
         clients.setdefault(sequence.request.spec.client_id, []).append(sequence)
-    # A context that must not be split may not fit into a share.
+    # A context that must not be split might not fit into its client's share.
     if len(clients) < 2 or not group.config.enable_chunked_context:
         budget = step.num_tokens_left
         if group.clients.are_several and group.config.enable_chunked_context:
-            budget = min(budget, max(1, group.max_num_tokens // 2))  # another client may arrive before it ends
+            budget = min(budget, max(1, group.max_num_tokens // 2))  # another client may arrive during the step
         _add_chunks(group.context, step, limit, budget)
         return
     least, *others = sorted(clients.values(), key=lambda waiting: sum(item.num_context_tokens for item in waiting))

@@ -108,8 +108,9 @@ class Placement:
     def _may_overtake(self, request: Request, other: Request) -> bool:
         """Return whether a request may start before one of another client that waits for capacity.
 
-        It may if the other client's own requests use the capacity. Otherwise capacity is being freed for the waiting
-        request, and the requests that overtake it may take at most as much capacity as it needs itself.
+        It may if the other client's own requests already use its share of the capacity. Otherwise capacity is being
+        freed for the waiting request, and the requests that overtake it may take at most as much capacity as it needs
+        itself.
         """
         if request.spec.client_id == other.spec.client_id:
             return False
@@ -121,8 +122,9 @@ class Placement:
     def _choose_group(self, request: Request) -> tuple[WorkerGroup | None, int]:
         """Return the group to start the request on, and how many of its sequences can start there.
 
-        Of the groups that can start the most sequences, choose a prefill or decode group on trial, or else the one with
-        the least work before their contexts are computed. A request that already runs stays on its group.
+        Among the groups that can start the most sequences, prefer a prefill or decode group on trial; otherwise choose
+        the group that has the least work to do before it has computed their contexts. A request that already runs stays
+        on its group.
         """
         groups = self._membership.groups.values()
         nums = {group: num for group in groups if (num := self._num_to_start(request, group))}
@@ -138,8 +140,8 @@ class Placement:
             others = group.num_context_tokens + _TOKENS_PER_ACTIVE_SEQUENCE * len(group.active)
             return cost.num_tokens - cost.num_cached_tokens - group.num_fetchable_tokens(request) + others
 
-        # Blocks are not transferred from or to a group on trial. It goes first, so that the trial ends even if the
-        # others always have less work, for example because they have the blocks of all prompts.
+        # Blocks are not transferred from or to a group on trial. Such a group is preferred, so that its trial ends even
+        # if the other groups always have less work, for example because they have the blocks of all prompts.
         def prevents_transfers(group: WorkerGroup) -> bool:
             return group.role is not Role.BOTH and group.standing.is_on_trial
 

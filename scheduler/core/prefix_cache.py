@@ -29,7 +29,7 @@ _MAX_LOOKUPS = 64
 @dataclass(slots=True)
 class BlocksStored:
     """Consecutive blocks of one hash chain became findable. `token_ids` are the tokens of all these blocks in order; if
-    there are none, the blocks are of any chains, whose tokens and adapters are unknown.
+    there are none, the blocks may belong to different chains, and their tokens and adapters are unknown.
     """
 
     parent_hash: int
@@ -136,8 +136,8 @@ class PrefixCache:
         self.lookups = Lookups()
         self._block_of: dict[int, int] = {}
         self._hash_of: dict[int, int] = {}
-        # Blocks that no planned step computes yet, by the sequence that will compute them; None means the next sequence
-        # that needs them.
+        # Blocks that no planned step computes yet, and the writer of each; None means the next sequence that needs the
+        # block.
         self._pending: dict[int, Writer | None] = {}
         self._changes: list[KvChange] = []
         self._news: list[tuple[int, int]] = []
@@ -189,7 +189,8 @@ class PrefixCache:
     def wait_for(self, block: int, sequence: Sequence) -> Writer | None:
         """Return the writer that a sequence has to wait for if it needs the block; None if the block is computed.
 
-        The writer is the sequence itself if it has claimed the block, or claims it now because nothing else has.
+        The writer is the sequence itself if it has claimed the block, or claims it now because nothing else has claimed
+        it.
         """
         if block not in self._pending:
             return None

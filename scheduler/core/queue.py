@@ -33,7 +33,7 @@ _MAX_REMOVED = 64
 
 
 class _Client:
-    """The waiting requests of one client with one priority. `num_removed` of them, or fewer, do not wait any longer."""
+    """The waiting requests of one client with one priority. Up to `num_removed` of them no longer wait."""
 
     __slots__ = ("num_removed", "requests", "virtual_time")
 
@@ -101,7 +101,7 @@ class _FairQueue:
         self._clients[request.spec.client_id].requests.remove(request)
 
     def note_removed(self, request: Request, waiting: dict[Request, int]) -> None:
-        """Record that a request no longer waits; forget such requests once they are more than the others."""
+        """Record that a request no longer waits; delete the entries of such requests once they outnumber the others."""
         client = self._clients[request.spec.client_id]
         client.num_removed += 1
         if client.num_removed > len(client.requests) // 2 + _MAX_REMOVED:
@@ -109,7 +109,9 @@ class _FairQueue:
             client.num_removed = 0
 
     def charge(self, client_id: str, cost: float) -> None:
-        """Charge a client for a request that has started: its first request, or one that a policy selected."""
+        """Charge a client for a request that has started: the client's first waiting request, or one that a policy
+        selected.
+        """
         client = self._clients[client_id]
         self._now = max(self._now, client.virtual_time)
         client.virtual_time += cost  # its entry in the heap is stale now
@@ -171,7 +173,7 @@ class RequestQueue:
         self._returned: list[tuple[tuple[int, int], int, Request]] = []
         self._num_returned = 0
         self._returned_requests: set[Request] = set()
-        self._held: dict[Request, int] = {}  # the time from which each may start
+        self._held: dict[Request, int] = {}  # the time from which each request may start
         self._fair: dict[int, _FairQueue] = {}
         self._priorities: list[int] = []  # highest first
         self._num_charged: dict[Request, int] = {}  # rows charged to each request; removed when it ends
@@ -195,7 +197,7 @@ class RequestQueue:
         self._fair_queue(request.spec.priority).push(request)
 
     def put_back(self, request: Request) -> None:
-        """Queue a request that ran before, or a whole request if a part of it is still queued.
+        """Queue a request that ran before; if a part of it is still queued, the whole request is queued anew.
 
         It is placed before all new requests of its priority.
         """
@@ -233,14 +235,14 @@ class RequestQueue:
             self._fair[request.spec.priority].note_removed(request, self._waiting)
 
     def _forget_returned(self) -> None:
-        """Forget entries of requests that were removed or started, once they are more than the others."""
+        """Delete the entries of requests that were removed or started, once they outnumber the others."""
         if len(self._returned) > 2 * len(self._returned_requests) + _MAX_REMOVED:
             entries = {entry[2]: entry for entry in self._returned if entry[2] in self._returned_requests}
             self._returned = list(entries.values())
             heapq.heapify(self._returned)
 
     def head(self) -> Request | None:
-        """The request to serve next."""
+        """Return the request to serve next, or None."""
         while self._returned and self._returned[0][2] not in self._returned_requests:
             heapq.heappop(self._returned)
         returned = self._returned[0][2] if self._returned else None

@@ -174,7 +174,7 @@ class Sequence:
         return due
 
     def take_output(self, tokens: array[int]) -> None:
-        """Replace the output by a beam's; the array is not copied."""
+        """Replace the output by that of a beam; the array is not copied."""
         self.output = tokens
 
     def extend_to(self, tokens: array[int], num_tokens: int, now_ns: int) -> bool:
@@ -373,7 +373,7 @@ class BeamLanes:
         self.has_news = False
 
     def forget_placement(self) -> None:
-        """Reset the lanes after their worker is lost: candidates received so far are computed again."""
+        """Reset the lanes after the request left its group: candidates received so far are computed again."""
         self._forget_prompt()
         self.forks.clear()
         self.has_news = False
@@ -559,11 +559,11 @@ class Request:
         self.group = None
 
     def wait(self) -> None:
-        """Return to the queue."""
+        """Record that the request is queued."""
         self.state = RequestState.QUEUED
 
     def wait_again(self, now_ns: int) -> None:
-        """Return to the queue, and start to measure how long the request waits for a worker."""
+        """Record that the request is queued again, and start to measure how long it waits for a worker."""
         self.wait()
         self.waiting_since_ns = now_ns
 

@@ -33,10 +33,11 @@ class RequestSpec:
         beam_diversity_rate, length_penalty, early_stopping: See protos/generation.proto.
         num_draft_tokens: Maximum number of drafts to verify in one step; 0 means no speculation.
         deadline_ns: Deadline by the scheduler's steady clock, which also measures arrival_ns; None if there is none.
-        lora_key: Identifies the adapter's contents; empty if there is none. lora_bytes: Its size in a worker's memory.
+        lora_key: Identifies the adapter's contents; empty if there is none. lora_bytes: Size of the adapter in a
+            worker's memory.
         prompt_key: Identifies the embeddings of virtual tokens; empty if there are none.
         num_virtual_tokens: Number of ids from vocab_size on that the prompt may contain.
-        is_cacheable: Whether it may use cached blocks for prompt tokens, and others may use its blocks.
+        is_cacheable: Whether it may use cached blocks for prompt tokens, and other requests may use its blocks.
         tensor_bytes: Size of the requested tensors. If above 0, the journal keeps the request without its output, and a
             successor computes it again.
         attached_bytes: Size of the embeddings and the attachment in the payload.
@@ -89,7 +90,7 @@ class RequestSpec:
 
     @property
     def num_large_bytes(self) -> int:
-        """Number of bytes that the request takes in addition to its tokens; all of it is known in advance."""
+        """Number of bytes that the request takes in addition to its tokens; this is known in advance."""
         return self.tensor_bytes + self.attached_bytes
 
     @property

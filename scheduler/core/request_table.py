@@ -21,7 +21,7 @@ class RequestTable(Mapping[str, Request]):
         self._timers = timers
         self._on_forget = on_forget
         self._requests: dict[str, Request] = {}
-        # In the order of their ends, with the time from which each is kept.
+        # In the order of their ends, with the time since which each has been kept.
         self._ended: OrderedDict[str, tuple[Request, int]] = OrderedDict()
         self._num_ended_tokens = 0
         self._is_expiry_set = False

@@ -1,4 +1,4 @@
-"""What the parts of a core share."""
+"""The state that the parts of a core share."""
 
 from __future__ import annotations
 

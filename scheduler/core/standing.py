@@ -30,7 +30,7 @@ class Standing:
         num_faults: Number of faults since it last completed NUM_STEPS_TO_FORGET steps without one.
         num_deaths: Number of consecutive deaths, without a successful step in between.
         num_good_steps: Number of successful steps since the last fault or death.
-        held_until_ns: It gets nothing to run before this time.
+        held_until_ns: The group gets nothing to run before this time.
         last_seen_ns: When it last registered or its epoch was ended.
         reason: Reason of the last fault or death; empty if there was none.
         lone_victims: Requests that were the only suspect when it died, since its last successful step.
@@ -99,7 +99,7 @@ class Standings:
         return sum(now_ns - standing.last_seen_ns < _RECENT_NS for standing in self._by_group.values())
 
     def of(self, group_id: str) -> Standing:
-        """Return the group's record, which is new if the group is unknown."""
+        """Return the group's record; create it if the group is unknown."""
         standing = self._by_group.setdefault(group_id, Standing())
         self._by_group.move_to_end(group_id)
         if len(self._by_group) > _MAX_KNOWN:

@@ -24,7 +24,8 @@ from scheduler.core.timers import Clock
 from scheduler.core.worker_group import WorkerGroup
 
 _SHARES_NOTHING = Failure(UNAVAILABLE, "a sequence that shares its blocks failed before computing them")
-# Rows that a step may sample even if the group's batches are smaller, for drafts; their logits take little memory.
+# Number of rows for which a step with drafts may compute logits even if the group's batches are smaller; these logits
+# take little memory.
 _MIN_SAMPLED_ROWS = 64
 End = tuple[Sequence, SequenceEnd]
 
@@ -35,7 +36,7 @@ class StepBuilder:
     Attributes:
         paused_requests: Requests paused before the step.
         num_tokens_left: Remaining token budget.
-        num_stalled: Number of sequences for which no block is available.
+        num_stalled: Number of sequences and of beam searches that lack a block.
     """
 
     def __init__(self, group: WorkerGroup, clock: Clock, paused_requests: list[Request]) -> None:
@@ -96,8 +97,8 @@ class StepBuilder:
         return length
 
     def _is_ready(self, sequence: Sequence) -> bool:
-        """Skip blocks that others have computed; return False if another sequence still has to compute the next
-        block.
+        """Skip blocks that other sequences have computed; return False if another sequence still has to compute the
+        next block.
         """
         cache, block_size = self.group.prefix_cache, self.group.tokens_per_block
         while (index := sequence.num_computed // block_size) < sequence.num_hit_blocks:
@@ -203,10 +204,10 @@ class StepBuilder:
         return len(chosen)
 
     def _micro_batch(self, chosen: list[Sequence]) -> list[Sequence]:
-        """Return the sequences that run while the stages of a pipeline compute the steps before this one.
+        """Return the sequences that this step runs while the stages of a pipeline still compute the preceding steps.
 
-        These are sequences without a token in one of those steps, and at most an equal part of all that generate. If
-        there are none, a step of the others may follow, as for a group without stages.
+        Only sequences that are in none of those steps are returned, and at most an equal share of all generating
+        sequences. If there are none, sequences of the preceding steps may run again, as in a group without stages.
         """
         group = self.group
         before = list(group.in_flight)[-(group.num_micro_batches - 1) :]
@@ -259,7 +260,8 @@ class StepBuilder:
     def _plan_drafts(self, chosen: list[Sequence]) -> None:
         """Let speculative sequences verify draft tokens, within the token, row and block budgets.
 
-        A worker computes logits for each draft, and has memory for those of as many rows as a batch has.
+        A worker computes a row of logits for each draft, and has memory for as many rows of logits as a batch has rows,
+        or for _MIN_SAMPLED_ROWS if that is more.
 
         The worker makes the drafts and verifies them in the step's one forward pass; the result contains the accepted
         drafts and one more token. A sequence's table must therefore cover all its drafts. Blocks allocated for rejected
@@ -286,8 +288,8 @@ class StepBuilder:
             num_rows_left -= limit
 
     def _grow_for_drafts(self, sequence: Sequence, num_tokens: int) -> int:
-        """Extend a table to `num_tokens` tokens unless others may need the blocks; return how many tokens it can
-        hold.
+        """Extend a table to `num_tokens` tokens unless other sequences may need the blocks; return how many tokens the
+        table can hold.
         """
         group, block_size = self.group, self.group.tokens_per_block
         while len(sequence.table) * block_size < num_tokens and group.blocks.num_available > len(group.active):
@@ -554,7 +556,7 @@ class Results:
                 group.resume_generation(lane)
             return
         for sequence, (tokens, end) in zip(request.sequences, beams.ends(len(request.sequences)), strict=True):
-            # The best output may have ended before, with a stop word.
+            # A stop word may have ended the best output earlier.
             if sequence.end is None:
                 if sequence.extend_to(tokens, len(tokens), now_ns):
                     applied.emitted.append(sequence)
@@ -577,7 +579,7 @@ class Results:
     ) -> list[Sequence]:
         """Append one token to each generating sequence. This is the scheduler's hot loop."""
         ordinal, now_ns = step.ordinal, self._clock.now_ns
-        # The others ended or were paused after the step was planned.
+        # The sequences that are left out ended or were paused after the step was planned.
         emitted = [sequence for sequence in step.generation if sequence.first_ordinal <= ordinal]
         if len(emitted) < len(step.generation):
             pairs = zip(step.generation, tokens, strict=True)
@@ -617,7 +619,7 @@ class Results:
             self._totals.inter_token_latency.observe(since_ns // num_tokens, num_tokens)
 
     def _note_first_token(self, sequence: Sequence) -> None:
-        """Record that a sequence has made progress."""
+        """Record that a sequence has made progress, and the time of its request's first token."""
         request, now_ns = sequence.request, self._clock.now_ns
         request.note_progress()
         if request.times.first_token_ns == 0:
@@ -682,7 +684,7 @@ class Results:
             request = sequence.request
             is_here = request.group is group
             if is_here and (failure.code != UNAVAILABLE or failure is _SHARES_NOTHING):
-                # The sequence may have failed before any of it was computed.
+                # The sequence may have failed before any of its tokens were computed.
                 for block in sequence.held_blocks:
                     group.prefix_cache.withdraw(block)
             if failure.code == UNAVAILABLE and is_here and sequence.end is None:
@@ -766,7 +768,7 @@ def memory_of(groups: list[WorkerGroup]) -> tuple[int, int, int]:
 
 
 def _runs_problem(step: InFlightStep, event: StepDone) -> str:
-    """Return the problem with runs and candidates whose total number is correct; empty if there is none."""
+    """Check runs and candidates, whose total number was checked before; return the problem, empty if there is none."""
     if len(event.num_drafts) not in (0, step.num_sampled):
         return f"num_drafts has {len(event.num_drafts)} entries for {step.num_sampled} rows"
     num_candidates = start = 0
@@ -793,6 +795,6 @@ def _runs_problem(step: InFlightStep, event: StepDone) -> str:
 
 
 def _note_step(sequence: Sequence, ordinal: int) -> None:
-    """Count a step for a sequence that is not planned ahead; steps of other sequences are counted by their tokens."""
+    """Count a step for a sequence that waits for each result; steps of other sequences are counted by their tokens."""
     if sequence.waits_for_result:
         sequence.request.count_step(ordinal)

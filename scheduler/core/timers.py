@@ -1,5 +1,5 @@
-"""The core's clock and timers. A stale timer has no effect when it fires, so only those that would stay for long are
-cancelled.
+"""The core's clock and timers. A stale timer has no effect when it fires, so only timers that would otherwise stay for
+a long time are cancelled.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Timers:
         self.at(time_ns, lambda _: None)
 
     def run_due(self, now_ns: int) -> None:
-        """Run all due actions, including those that they add."""
+        """Run all due actions, including due actions that these add."""
         while self._heap and self._heap[0][0] <= now_ns:
             _, number, action = heapq.heappop(self._heap)
             if number in self._cancelled:

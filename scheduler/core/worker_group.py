@@ -125,7 +125,7 @@ class WorkerGroup:
         stored: Known hashes of the blocks in its tiers; shared with groups that share the tiers.
         fetched: Hashes of the blocks that it has fetched from other groups and not adopted yet.
         batch_size: Number of sequences started since the group was last empty.
-        num_micro_batches: Number of steps without common sequences that the group computes at the same time.
+        num_micro_batches: Number of steps, without sequences in common, that the group computes at the same time.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class WorkerGroup:
         return self._early_results.pop(self.in_flight[0].step_id, None) if self.in_flight else None
 
     def finish_step(self, event: StepDone) -> InFlightStep:
-        """Remove the oldest step in flight; its result has been checked."""
+        """Remove and return the oldest step in flight, whose result has been checked."""
         self.standing.note_good_step()
         self.last_progress_ns = event.time_ns
         self._num_beats_ahead = 0
@@ -229,7 +229,7 @@ class WorkerGroup:
         if step.adoption.entries:
             self.tables.settle(step.adoption, event.missing_blocks)
         if self.fetched:
-            self.fetched.difference_update(step.adoption.hashes)  # the worker no longer holds them
+            self.fetched.difference_update(step.adoption.hashes)  # the worker no longer holds them outside its pool
         if event.missing_blocks:
             asked = zip(step.adoption.blocks, step.adoption.hashes, strict=True)
             self.stored.difference_update(value for block, value in asked if block in event.missing_blocks)
@@ -471,8 +471,8 @@ class WorkerGroup:
         return -(-self._blocks_of_rows(request, num_rows) // num_rows)
 
     def begin_generation(self, sequence: Sequence) -> None:
-        """Move a sequence to the generation phase once its context is fully planned, unless all its tokens are
-        planned.
+        """End the context phase of a sequence whose context is fully planned; the sequence generates next, unless it
+        waits for a result or all its tokens are planned.
         """
         self.context.remove(sequence)
         if not sequence.waits_for_result:
@@ -516,7 +516,7 @@ class WorkerGroup:
         self.generation_version += 1
 
     def sharers(self, sequence: Sequence) -> list[Sequence]:
-        """Return sequences of other requests that hold blocks which this request was to compute."""
+        """Return the sequences of other requests that hold blocks which this sequence was to compute."""
         blocks = set(sequence.table[max(sequence.num_freed, sequence.num_hit_blocks) :])
         return [
             other
@@ -530,14 +530,14 @@ class WorkerGroup:
         """Make blocks unfindable that a step was to fill but did not; return the sequences that use their contents.
 
         Args:
-            filled: The blocks with the hashes of their contents. Those that are used for other contents by now, or that
-                a later step will compute, are left as they are.
+            filled: The blocks with the hashes of their contents. Blocks that are used for other contents by now, or
+                that a later step will compute, are left as they are.
         """
         cache = self.prefix_cache
         lost = {block for block, value in filled if cache.hash_of(block) == value and not cache.is_pending(block)}
         sequences = [sequence for request in self.active for sequence in request.placed_sequences]
         users = [sequence for sequence in sequences if not lost.isdisjoint(sequence.held_blocks)]
-        if self.tables.has_window:  # they may have released the blocks since, so look for the contents
+        if self.tables.has_window:  # sequences may have released the blocks since, so compare contents
             values = {value for _, value in filled}
             sharing = [sequence for sequence in sequences if self.tables.reuses(sequence.request)]
             users += [s for s in sharing if not values.isdisjoint(s.block_hashes(self.tokens_per_block))]

@@ -14,7 +14,7 @@ def report_beams(request: Request, num_reported: int) -> None:
     """Attach the extra outputs of new output tokens to the sequences, after a search's step.
 
     A worker does not know which of its candidates will be part of an output, so its reports for each beam and step are
-    collected here, along the path of the output. Log probabilities are those that the search added up.
+    collected here, along the path of the output. The log probabilities of the tokens come from the search itself.
 
     Args:
         request: A request with a beam search.
@@ -59,7 +59,7 @@ def _report(sequence: Sequence, beam: Beam, steps: list[BeamStep], new: range, w
 
 
 def _rows_of(step: BeamStep, rank: int) -> Iterator[worker_pb2.RowOutputs]:
-    """Yield the reports for the beam of a rank."""
+    """Yield the worker's reports for the beam that had this rank before the step."""
     for data in step.reports[rank] if rank < len(step.reports) else ():
         yield worker_pb2.RowOutputs.FromString(data)
 

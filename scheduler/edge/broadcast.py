@@ -1,4 +1,6 @@
-"""Numbered items for any number of readers, each with its cursor. Only the latest are kept; slow readers miss some."""
+"""Numbered items for any number of readers, each with its own cursor. Only the latest items are kept; slow readers miss
+some.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 # Maximum messages read in one callback, so that other tasks can run before the rest are read.
 _MAX_READ = 64
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-# When to check which connection closed: the socket notices the loss a little later than its monitor.
+# Delays before the checks for a closed connection: the socket notices the loss a little later than its monitor.
 _LOOK_AFTER_S = (0.0, 0.002, 0.02, 0.1)
 
 
@@ -49,7 +49,7 @@ _LOOK_AFTER_S = (0.0, 0.002, 0.02, 0.1)
 class _HeldOutputs:
     epoch: int
     step_id: int
-    outputs: list[tuple[int, bytes]] = field(default_factory=list)  # serialized, by row
+    outputs: list[tuple[int, bytes]] = field(default_factory=list)  # (row, serialized RowOutputs)
     num_bytes: int = 0
 
 
@@ -76,8 +76,8 @@ class Dispatcher:
         clock: SteadyClock | None = None,
         is_standby: bool = False,
     ) -> None:
-        """Bind the port, unless `is_standby`: the workers of a standby belong to the active scheduler. Port 0 chooses a
-        free one. With `keys`, only workers whose keys it contains can connect.
+        """Bind the port, unless `is_standby`: until a standby becomes active, workers belong to the active scheduler.
+        Port 0 chooses a free one. With `keys`, only workers whose keys it contains can connect.
 
         A worker may send at most `max_held_bytes` of tensors before a result. `clock` provides the times of events.
         Raises OSError if the port is in use.
@@ -118,7 +118,7 @@ class Dispatcher:
             self.bind()
 
     def bind(self) -> None:
-        """Bind the port of a standby that has become active. Raises OSError if the port is in use."""
+        """Bind the port; a standby does so once it has become active. Raises OSError if the port is in use."""
         address = f"{self._host}:{self.port}"
         try:
             self._socket.bind(f"tcp://{address}")
@@ -129,7 +129,7 @@ class Dispatcher:
     async def run(
         self, on_event: Callable[[WorkerEvent], None], on_read: Callable[[], None], progress: LoopProgress
     ) -> None:
-        """Pass worker messages and lost connections to `on_event`; call `on_read` after the last waiting one."""
+        """Pass worker messages and lost connections to `on_event`; call `on_read` after each batch of them."""
         loop = asyncio.get_running_loop()
         self._on_event, self._on_read = on_event, on_read
         self._progress, self._failed = progress, loop.create_future()
@@ -241,7 +241,7 @@ class Dispatcher:
     def _take(
         self, connection: bytes, message: worker_pb2.StepOutputs | worker_pb2.LoraResult | worker_pb2.ImageEncoded
     ) -> None:
-        """Take a message of the sender's current epoch that is not an event of the core."""
+        """Process a message of the sender's current epoch that is not an event of the core."""
         if isinstance(message, worker_pb2.StepOutputs):
             self._hold_outputs(connection, message)
         elif isinstance(message, worker_pb2.LoraResult):
@@ -332,7 +332,7 @@ class Dispatcher:
         self._send(connection, message.SerializeToString())
 
     def _send(self, connection: bytes, frame: bytes) -> None:
-        # A worker that is gone or does not read soon loses its epoch through the heartbeat timeout.
+        # If the worker is gone or does not read, the heartbeat timeout soon ends its epoch.
         try:
             self._write(connection, frame)
         except zmq.ZMQError:

@@ -78,7 +78,7 @@ class Engine:
         on_failure: Callable[[Exception], None] | None = None,
         clock: SteadyClock | None = None,
     ) -> None:
-        """Run `core`.
+        """Create an engine that runs `core`.
 
         Args:
             observers: Called with each event and its effects.
@@ -92,8 +92,8 @@ class Engine:
         self._iterations: Broadcast[IterationStats] = Broadcast(_MAX_ITERATIONS)
         self._num_watchers = 0
         core.report_iterations(enabled=False)
-        # The numbers exceed those of earlier schedulers, so that a reader who continues from one of these is told that
-        # it has missed events.
+        # The numbers exceed those of earlier schedulers, so that a reader that continues from such a number is told
+        # that it has missed events.
         first_number = core.config.scheduler_epoch << _KV_EVENT_BITS
         self.kv_events: Broadcast[tuple[str, KvChange]] = Broadcast(_MAX_KV_EVENTS, first_number)
         self._journal = journal
@@ -298,7 +298,9 @@ class Engine:
             self._idle.set()
 
     def _arm(self) -> None:
-        """Set the timer for the next turn; one that is already set for an earlier time is kept, and set again then."""
+        """Set the timer for the next turn. A timer that is already set for an earlier time is kept, and is set again
+        when it fires.
+        """
         next_ns = self.core.next_turn_ns
         if next_ns is None:
             return

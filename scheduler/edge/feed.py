@@ -117,8 +117,8 @@ class FeedHub:
             log.num_expected += 1
 
     def has_reader_left(self, request_id: str) -> bool:
-        """Return whether a client remains after one has left: whether a detokenizer reads the request, or did so until
-        it was lost, or a reader is expected. A reader is expected only until the next client leaves.
+        """Return whether a client remains after one has left: a detokenizer that reads the request, or did so until its
+        connection was lost, or a reader that is expected. A reader is expected only until the next client leaves.
         """
         log = self.logs.get(request_id)
         if log is None:
@@ -152,7 +152,7 @@ class FeedHub:
                 known = self.logs.get(entry.request.request_id)
                 if (
                     known is not None and known.request is entry.request
-                ):  # otherwise the request was restored from the kept requests
+                ):  # otherwise the log belongs to a request restored from the kept requests
                     del self.logs[entry.request.request_id]
 
     def _publish_tokens(self, entry: Emitted) -> None:
@@ -160,7 +160,7 @@ class FeedHub:
         for sequence, length in zip(entry.sequences, entry.lengths, strict=True):
             log = logs[sequence.request.spec.request_id]
             log.num_committed[sequence.index] = length
-            for reader in log.readers:  # as in `_mark`, which would be called for every token
+            for reader in log.readers:  # like `_mark`, without a function call per token
                 dirty = reader.feed.dirty
                 if not dirty:
                     self._fresh.append(reader.feed)
@@ -172,7 +172,7 @@ class FeedHub:
                 self._fresh.append(reader.feed)
 
     def flush(self) -> None:
-        """Send what has been published, in this iteration of the event loop."""
+        """Send the published data in this iteration of the event loop."""
         feeds, self._fresh = self._fresh, []
         for feed in feeds:
             feed.flush()
@@ -189,7 +189,7 @@ class FeedHub:
 
         Args:
             wake: Called when there is something new to collect.
-            features: What it supports.
+            features: Features that the detokenizer supports.
             flush: Called instead of `wake` when everything new has been published; collects it immediately.
         """
         feed = DetokenizerFeed(self, detokenizer_id, wake, features, flush or wake)
@@ -232,7 +232,7 @@ class DetokenizerFeed:
         return len(self._attachments)
 
     def mark(self, attachment: Attachment) -> None:
-        """Record that a reader has new tokens to collect."""
+        """Record that a reader has new tokens to collect; wake the session if no other reader had any."""
         if self.add_dirty(attachment):
             self._wake()
 
@@ -253,7 +253,7 @@ class DetokenizerFeed:
             self.refuse(stream, request_id, NotFoundError(f"no request {request_id[:128]!r} is known here"))
             return
         if not log.request.spec.max_tokens and "prompt_alone" not in self._features:
-            # It would drop the outputs of the prompt. The router attaches to another detokenizer.
+            # An older detokenizer would drop the outputs of the prompt. The router attaches to another one instead.
             message = f"the detokenizer {self.detokenizer_id!r} is too old for requests with max_tokens 0; upgrade it"
             self.refuse(stream, request_id, UnavailableError(message))
             return
@@ -290,7 +290,9 @@ class DetokenizerFeed:
         return log.request if log is not None and log.request.ordinal == ordinal else None
 
     def _end(self, attachment: Attachment) -> None:
-        """Detach a reader to which its request's end was sent. It may find a stop word in the last tokens."""
+        """Detach a reader to which its request's end was sent. The reader may still find a stop word in the last
+        tokens.
+        """
         self.detach(attachment.stream)
         if attachment.has_stop_words:
             request = attachment.log.request

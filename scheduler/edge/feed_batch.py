@@ -55,7 +55,7 @@ class FeedBatchBuilder:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in the batch so far, including prompts that begin an output."""
+        """Number of tokens in the batch so far, including prompts that are returned with the output."""
         return len(self._tokens) + self._num_prompt_tokens
 
     def add_refused(self, stream: int, request_id: str, error: MidstreamError) -> None:

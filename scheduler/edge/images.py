@@ -3,7 +3,7 @@
 A worker encodes one image at a time, so that an image that ends a worker's process is the only one to be blamed. If a
 worker is lost, another one encodes the image; after `max_deaths` losses, the image is refused. A worker that returns an
 invalid answer is itself at fault: it is held off as for an invalid result, and the image is not blamed. A worker that
-does not answer in time is held off as well, but the image may be the cause, so that this counts as a loss. The core
+does not answer in time is held off as well, but the image may be the cause, so this also counts as a loss. The core
 does not know about images: the request that a router submits contains the embeddings.
 """
 
@@ -84,7 +84,7 @@ class Images:
         """Start with an empty cache.
 
         Args:
-            max_deaths: Number of workers that may be lost while they encode an image.
+            max_deaths: Number of workers lost while they encode an image, at which the image is refused.
             no_worker_timeout_s: How long an image waits if there is no worker.
             answer_timeout_s: Time within which a worker must encode an image.
         """
@@ -103,7 +103,7 @@ class Images:
 
     @property
     def num_running(self) -> int:
-        """Number of images that workers encode now."""
+        """Number of images that workers are encoding."""
         return len(self._asked)
 
     async def encode(self, data: bytes) -> Response:

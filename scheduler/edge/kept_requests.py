@@ -35,11 +35,11 @@ class KeptRequests:
     """The kept requests of a scheduler."""
 
     def __init__(self, documents: Documents, engine: Engine, limits: ModelLimits, model_fingerprint: str) -> None:
-        """Store requests that end from now on, and those from the journal that may not have been stored yet.
+        """Store requests that end from now on, and those from the journal that might not have been stored yet.
 
         Args:
             engine: The engine that runs the requests; it has recovered the journal.
-            model_fingerprint: Fingerprint of the served model; requests of another one cannot be restored.
+            model_fingerprint: Fingerprint of the served model; requests of another model cannot be restored.
         """
         self._documents = documents
         self._engine = engine

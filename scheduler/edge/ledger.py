@@ -79,7 +79,7 @@ class Ledger:
             logger.warning("the ledger lacks entries until the next scheduler writes them: %s", error.message)
 
     async def read(self, after: str) -> pb.GetLedgerResponse:
-        """Return the entries on some of the pages after `after`."""
+        """Return the entries of the first pages after the page with the id `after`."""
         pages = await self._pages(after)
         response = pb.GetLedgerResponse(next_after=pages[-1].key.id if pages else "")
         for page in pages:
@@ -115,8 +115,8 @@ class Ledger:
     async def _open(self) -> None:
         """Queue entries for ended requests from the journal that are not on any page.
 
-        These requests are among the last max_num_finished that ended, so the latest max_num_finished entries are read,
-        which does not depend on clocks.
+        These requests are among the last max_num_finished that ended, so it suffices to read the latest
+        max_num_finished entries; this does not depend on clocks.
         """
         max_num_finished, known = self._engine.core.config.max_num_finished, set[_Key]()
         after: DocumentKey | None = None

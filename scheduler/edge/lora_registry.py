@@ -82,7 +82,7 @@ class Adapters:
         self._answers: dict[tuple[str, int], asyncio.Future[worker_pb2.LoraResult]] = {}
 
     def loaded(self) -> list[LoadedAdapter]:
-        """Loaded adapters, sorted by name."""
+        """Return the loaded adapters, sorted by name."""
         return sorted(self._known.values(), key=lambda adapter: adapter.name)
 
     async def load(self, name: str, path: str, *, field: str = "") -> LoadedAdapter:

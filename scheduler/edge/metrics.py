@@ -52,7 +52,7 @@ class SchedulerCollector(Collector):
             ("kv_cache_usage_perc", "Fraction of the KV blocks that is held, 0 to 1.", num_held / max(num_blocks, 1)),
             ("num_worker_groups", "Worker groups that are registered.", len(groups)),
             ("num_worker_groups_held_off", "Worker groups that are held off after faults or deaths.", num_held_off),
-            ("num_images_running", "Images that workers encode now.", self._images.num_running),
+            ("num_images_running", "Images that workers are encoding.", self._images.num_running),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value)
         info = GaugeMetricFamily(PREFIX + "cache_config_info", "The KV cache.", labels=("block_size", "num_gpu_blocks"))
@@ -106,13 +106,13 @@ class SchedulerCollector(Collector):
 
 
 def lora_requests(core: SchedulerCore) -> Metric:
-    """Return the info metric with the names of running and waiting adapters, in the format that gateways expect."""
+    """Return the info metric with the adapters of running and waiting requests, in the format that gateways expect."""
     groups = core.groups
     running = {request.spec.lora_name for group in groups for request in list(group.active)}
     waiting = {request.spec.lora_name for request in list(core.queue)}
     most = min((group.registration.max_loras for group in groups), default=0)
     names = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
-    info = GaugeMetricFamily(PREFIX + "lora_requests_info", "LoRA adapters of requests.", labels=names)
+    info = GaugeMetricFamily(PREFIX + "lora_requests_info", "Adapters of running and waiting requests.", labels=names)
     info.add_metric((str(most), *(",".join(sorted(found - {""})) for found in (running, waiting))), 1.0)
     return info
 

@@ -42,7 +42,7 @@ from scheduler.wire.requests import ModelLimits, spec_from_proto
 from scheduler.wire.stats import iteration_stats_proto, kv_event_proto, kv_snapshot_proto, request_stats_proto
 
 _MAX_REQUEST_STATS = 1024
-# Time for the submissions that arrived before an Abort to be processed.
+# Time to wait until the submissions that were sent before an Abort have been processed.
 _UNREAD_GRACE_S = 0.1
 
 Commands = AsyncIterator[scheduler_pb2.FeedCommand]
@@ -109,7 +109,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         return self._frames.offer(lambda connection: Submissions(self, connection))
 
     def submit_now(self, request: generation_pb2.GenerateRequest, on_committed: Callable[[Accepted], None]) -> bool:
-        """Accept a request if nothing has to be awaited before that; return whether it was accepted.
+        """Accept a request unless something has to be awaited first; return whether it was accepted.
 
         `on_committed` is called once it is committed. Raises MidstreamError if it is rejected.
         """
@@ -139,7 +139,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         return clock.now_ns(), clock.from_unix_ns(request.arrival_time_unix_ns)
 
     def answer(self, accepted: Accepted) -> scheduler_pb2.SubmitResponse:
-        """Return the answer to a submission that has been committed, whose client will read the request."""
+        """Return the answer to a committed submission; its client is now expected to read the request."""
         if accepted.is_attached:
             self._engine.hub.expect_reader(accepted.request.request_id)
         return scheduler_pb2.SubmitResponse(
@@ -229,7 +229,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         return model.to_proto(set.intersection(*features) if features else ())
 
     async def GetServerInfo(self, request: loads_pb2.GetServerInfoRequest, context: object) -> loads_pb2.ServerInfo:
-        """Return the connected workers and detokenizers."""
+        """Return the scheduler's version and policies, and the connected workers and detokenizers."""
         core = self._engine.core
         capacity_policy, batching_type, journal = self._policies
         return loads_pb2.ServerInfo(

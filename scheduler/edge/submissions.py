@@ -23,7 +23,7 @@ class Service(Protocol):
     """Accepts requests; see SchedulerServicer."""
 
     def submit_now(self, request: generation_pb2.GenerateRequest, on_committed: OnCommitted) -> bool:
-        """Accept a request if nothing has to be awaited before that; return whether it was accepted.
+        """Accept a request unless something has to be awaited first; return whether it was accepted.
 
         `on_committed` is called once it is committed.
         """
@@ -32,11 +32,11 @@ class Service(Protocol):
         """Accept any request."""
 
     def answer(self, accepted: Accepted) -> pb.SubmitResponse:
-        """Return the answer to a submission that has been committed, whose client will read the request."""
+        """Return the answer to a committed submission; its client is now expected to read the request."""
 
 
 class Submissions:
-    """Submits what one router sends, and answers each submission when it has been committed or rejected."""
+    """Submits the requests of one router, and answers each submission once it has been committed or rejected."""
 
     def __init__(self, service: Service, connection: FrameConnection) -> None:
         self._service = service

@@ -70,7 +70,7 @@ class WorkerKeys:
             signature = sign_folder(self._folder, "curve_worker_keys")
             if signature != self._signature:
                 self._allowed = read_public_keys(self._folder, "curve_worker_keys")
-                # only after success, since a failure may be due only to too many open files
+                # set only after success: a failure may be temporary, such as too many open files
                 self._signature = signature
                 logger.info("loaded %d worker keys", len(self._allowed))
         except ConfigError as error:

@@ -77,7 +77,7 @@ class DeposedError(JournalError):
 
 
 def superseded(epoch: int, other: int, path: object) -> str:
-    """Return the error message of a scheduler whose files another one has taken over."""
+    """Return the error message for a scheduler whose files another scheduler has taken over."""
     return f"scheduler epoch {epoch} was superseded by epoch {other}, which now writes to {path}"
 
 

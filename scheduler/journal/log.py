@@ -8,7 +8,8 @@ A commit is one write and one fdatasync. For the cost see docs/decisions/journal
 - **A killed process** may leave a last record that is complete but not synced. The next process syncs it first.
 - **Damage.** An incomplete record followed by complete ones was synced, and has been damaged since. Its contents are
   lost. The next scheduler continues after it (see `replay`), logs its position, and keeps the file. After half a second
-  without a commit an empty record is written, so that damage to the last record differs from a torn write.
+  without a commit an empty record is written, so that later damage to the last record can be distinguished from a torn
+  write.
 - **Size.** A segment is deleted when no request's latest row is in it. While the log is larger than twice the live
   data, the rows of its oldest segment are rewritten, a few with each commit.
 - **One writer.** See LogFolder. A successor raises the epoch, then reads the log, and starts a new segment. A writer
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 VERSION = 1
 SEGMENT_BYTES = 4 << 20
-# In addition to twice the live bytes.
+# Size that the log may have in addition to twice the live bytes.
 SLACK_BYTES = 16 << 20
 _MAX_REWRITTEN = 32
 # Before a write, the open files are checked if the first interval has passed since their last check. The names in the
@@ -125,7 +126,7 @@ class LogStore(Store):
         return self._epoch
 
     def _raise_epoch(self, least_epoch: int) -> int:
-        """Become the only writer whose records count; return the epoch before that, 0 after a reboot.
+        """Become the only writer whose records count; return the previous epoch, 0 after a reboot.
 
         The log is read after this, so it contains everything that the former writer has reported as written.
         """
@@ -163,7 +164,7 @@ class LogStore(Store):
         return epoch
 
     def read(self) -> StoredJournal:
-        """Return what `take_over` read."""
+        """Return the data that `take_over` has read."""
         stored, rows = self._stored, sorted(self._rows.items())
         stored.requests = [(number, request, output) for number, (request, output, _) in rows]
         stored.first_commits = {number: first for number, (_, _, first) in rows}
@@ -254,8 +255,8 @@ class LogStore(Store):
     def _is_check_due(self, num_bytes: int) -> bool:
         """Return whether the files must be checked before a record is appended.
 
-        This is always the case for a file that is not preallocated: once more is written to it, its size no longer
-        shows that it was truncated.
+        This is always the case for a file that is not preallocated: writing more data to it would hide that it was
+        truncated.
         """
         end = self._offset + num_bytes
         has_room = end + FRAME_BYTES <= self._current.num_bytes and end <= self._segment_bytes

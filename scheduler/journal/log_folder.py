@@ -25,7 +25,7 @@ class LogFolder:
     """A folder of files to which one process at a time writes, accessible only to its owner.
 
     The file `lock` holds the epoch of the process that may write. It is locked during each write, and while another
-    process raises the epoch. The lock ends with the process that holds it.
+    process raises the epoch. The lock is released when the process that holds it ends.
     """
 
     def __init__(self, path: Path) -> None:
@@ -113,7 +113,9 @@ class LogFolder:
         sync_folder(self.path)
 
     def check(self, name: str, num_bytes: int) -> None:
-        """Raise LostError if the lock file or this file was deleted or replaced, or this file is below `num_bytes`."""
+        """Raise LostError if the lock file or this file was deleted or replaced, or this file has less than `num_bytes`
+        bytes.
+        """
         if os.fstat(self._lock).st_nlink == 0:
             raise LostError(f"{self.path / _LOCK_NAME} was deleted or replaced while it was in use")
         status = os.fstat(self._files[name])
@@ -164,7 +166,9 @@ class LogFolder:
         return int.from_bytes(os.pread(self._lock, _EPOCH_BYTES, 0), "little")
 
     def set_epoch(self, epoch: int) -> None:
-        """Make this epoch the only one that may write, with the lock held. The change does not survive a reboot."""
+        """Make this epoch the only one that may write. Precondition: the lock is held. The change does not survive a
+        reboot.
+        """
         os.pwrite(self._lock, epoch.to_bytes(_EPOCH_BYTES, "little"), 0)
 
     def close(self) -> None:

@@ -94,7 +94,7 @@ class PostgresStore(Store):
             conninfo: Connection string for libpq: a URL, or `host=... dbname=...`.
             holder: Name of this scheduler. A scheduler that returns with the same name need not wait for its own old
                 lease.
-            is_standby: Wait for the lease in any case.
+            is_standby: Whether to wait even for a lease of this name.
         """
         self._conninfo = conninfo
         self._holder = holder
@@ -108,7 +108,7 @@ class PostgresStore(Store):
             self._connection = connect(self._conninfo, self._holder, _SCHEMA % SCHEMA_VERSION)
             seen: object = None
             since = time.monotonic()
-            # A lease that has not been renewed has expired, even if the database's clock was set back.
+            # A lease that has not been renewed for this long has expired, even if the database's clock was set back.
             while lease := self._try_to_take(least_epoch, is_over=time.monotonic() - since > 2 * LEASE_S):
                 if seen is None:
                     logger.info("waiting for the journal's lease")
@@ -118,7 +118,9 @@ class PostgresStore(Store):
         return self._epoch
 
     def _try_to_take(self, least_epoch: int, *, is_over: bool) -> tuple[object, ...] | None:
-        """Take the lease if it is free or `is_over`; otherwise return its current row."""
+        """Take the lease if it has expired, if `is_over`, or if a scheduler of this name held it and this is not a
+        standby; otherwise return its current row.
+        """
         connection = self._connected
         with connection.transaction():
             version, epoch, holder, is_free, until = connection.execute(
@@ -180,7 +182,7 @@ class PostgresStore(Store):
             if transaction.forgotten:
                 cursor.execute("DELETE FROM midstream_requests WHERE number = ANY(%s)", (transaction.forgotten,))
             if time.monotonic() - started > LEASE_S / 2:
-                self._renew()  # a standby has waited for this transaction, and takes over if the lease has expired
+                self._renew()  # a standby may be waiting for this transaction, and takes over if the lease has expired
 
     def check(self) -> None:
         """Renew the lease."""

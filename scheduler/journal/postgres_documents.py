@@ -23,7 +23,9 @@ CREATE INDEX IF NOT EXISTS midstream_documents_that_expire ON midstream_document
 
 
 class PostgresDocuments(SqlDocuments):
-    """A table next to the journal's tables. The holder of the journal's lease may write; reconnects after a failure."""
+    """Documents in a table next to the journal's tables. Only the holder of the journal's lease can write. Reconnects
+    after a failure.
+    """
 
     def __init__(self, conninfo: str, holder: str) -> None:
         """Prepare the store; `open` connects. The arguments are those of PostgresStore."""
@@ -52,8 +54,8 @@ class PostgresDocuments(SqlDocuments):
     def _writing(self) -> Iterator[Execute]:
         with self._errors("written"), self._connected.transaction():
             yield self._execute
-            # This comes last, since token commits wait for the row meanwhile. A new writer waits for the end of this
-            # transaction.
+            # This check comes last, since token commits wait as long as the row is locked. A new writer waits for the
+            # end of this transaction.
             found = self._execute("SELECT epoch FROM midstream_writer WHERE one = 1 FOR SHARE", ()).fetchall()
             if not found or found[0][0] != self._epoch:
                 raise UnavailableError(f"scheduler epoch {self._epoch} was superseded: another scheduler has the lease")

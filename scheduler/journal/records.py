@@ -21,7 +21,7 @@ from scheduler.wire.requests import ModelLimits, spec_from_proto
 
 logger = logging.getLogger(__name__)
 
-# JournalFinish has the fields of both.
+# JournalFinish has the fields of both classes.
 _TIMES, _COUNTERS = ([item.name for item in fields(kind)] for kind in (RequestTimes, Counters))
 
 
@@ -82,7 +82,7 @@ class Replayed:
     """The result of reading all rows.
 
     Attributes:
-        num_damaged: Number of rows that could not be read, and of commits after the first such row.
+        num_damaged: Number of rows that could not be read, and of commits from the first unreadable one on.
         num_foreign: Number of requests of another model, which are left out.
     """
 
@@ -158,8 +158,9 @@ def add_finish(record: pb.JournalCommit, number: int, finish: Finish, clock: Ste
 def replay(stored: StoredJournal, limits: ModelLimits, model_fingerprint: str, clock: SteadyClock) -> Replayed:
     """Restore requests from rows.
 
-    A request is read up to the first damaged commit after its row. The rest is recomputed with the same result, which
-    depends only on the request. Only damaged requests are left out. Times are converted to `clock`.
+    A request is read up to the first damaged commit after its row. The rest of its output is recomputed with the same
+    result, which depends only on the request. Only requests whose own record is damaged are left out. Times are
+    converted to `clock`.
     """
     result = Replayed(num_damaged=stored.num_damaged)
     for number, sealed, output in stored.requests:

@@ -156,7 +156,7 @@ class SqliteStore(Store):
         self._num_damaged += 1
 
     def read(self) -> StoredJournal:
-        """Read all rows or, if a page is corrupt, those before it; in that case write them to a new file."""
+        """Read all rows. If a page is corrupt, read the rows before it and write them to a new file."""
         stored = StoredJournal(num_damaged=self._num_damaged)
         damage = None
         try:

@@ -155,8 +155,8 @@ class ThreadedJournal(Journal):
         return JournalContents(epoch, requests, adapters), writer
 
     def _tidying(self, stored: StoredJournal, known: dict[int, StoredRequest], gone: list[int]) -> Transaction | None:
-        """Return a transaction that removes what could not be restored from the journal; None if nothing is to be
-        removed.
+        """Return a transaction that removes requests that could not be restored, and stores the other ones as restored;
+        None if the journal needs no change.
         """
         if self._store.folds_commits:
             if not (gone or stored.commits):
@@ -223,7 +223,7 @@ class ThreadedJournal(Journal):
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[T], object], argument: T) -> None:
-    """Call a function on the loop, unless it is closed."""
+    """Call a function on the loop, unless the loop is closed."""
     try:
         loop.call_soon_threadsafe(function, argument)
     except RuntimeError:

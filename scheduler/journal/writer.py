@@ -18,8 +18,8 @@ from scheduler.journal.adapters import encode_adapter
 from scheduler.journal.records import StoredRequest, add_beam_steps, add_end, add_finish, encode_request
 from scheduler.journal.store import Transaction, seal
 
-# Compaction costs about as much as what it writes, so it waits until the commits are as large as that, and at least
-# this large.
+# The cost of compaction grows with the size of the rows that it writes, so it waits until the commits are larger than
+# these rows, and larger than this.
 MIN_COMPACTION_BYTES = 1 << 20
 
 
@@ -65,7 +65,7 @@ class _Runs:
 
 
 class RowWriter:
-    """Tracks what is already in the journal.
+    """Converts effects to rows, and tracks what is already in the journal.
 
     Attributes:
         live_bytes: Approximate size of all requests' rows.

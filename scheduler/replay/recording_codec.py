@@ -46,7 +46,7 @@ _WITH_ONE_FIELD: dict[type[AbortRequested | Attached | Detached | WorkerLost], s
     Detached: "detached",
     WorkerLost: "worker_lost",
 }
-# Fields without the hashes of blocks, which follow from tables and tokens, and without retention.
+# The recorded list fields: all except block hashes, which follow from tables and tokens, and retention.
 _PLAN_LISTS = tuple(name for name in STEP_LISTS if name in pb.RecordedPlan.DESCRIPTOR.fields_by_name)
 
 

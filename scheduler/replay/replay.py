@@ -54,7 +54,7 @@ class Replay:
 
 
 def replay(path: Path, *, keep_outside: bool = False) -> Replay:
-    """Replay a recording in a core of the same settings, up to the first difference.
+    """Replay a recording in a core with the same settings, up to the first difference.
 
     Args:
         keep_outside: Whether to collect the input of a simulation, which takes memory for every request.

@@ -36,7 +36,7 @@ from scheduler.replay.measures import Measures
 
 _BEAT_NS = 500_000_000
 _NS_PER_US = 1_000
-# Difference between log probabilities that exceeds the differences between beams.
+# Gap between log probabilities that exceeds any difference between beams.
 _UNLIKELY = 1e6
 
 
@@ -49,7 +49,9 @@ class Script:
 
 
 class _Row:
-    """The state of a row. A beam's row reports `num_candidates` candidates instead of a token; others have 0."""
+    """The state of a row. A beam's row reports `num_candidates` candidates instead of a token; the number is 0 for
+    other rows.
+    """
 
     __slots__ = ("fillers", "num_candidates", "num_known", "num_output", "script", "stop_token_ids")
 
@@ -98,14 +100,14 @@ class SimulatedWorker:
         self._fetched: set[int] = set()
 
     def fetch(self, effect: FetchBlocks, now_ns: int) -> BlocksFetched:
-        """Fetch the blocks requested at `now_ns`; return the report and its time."""
+        """Fetch the blocks requested at `now_ns`; return the report, which contains its time."""
         duration_ns = int(self._cost.block_us * _NS_PER_US) * len(effect.hashes)
         self._fetched_ns = max(self._fetched_ns, now_ns) + duration_ns
         self._fetched.update(effect.hashes)
         return BlocksFetched(self._fetched_ns, effect.connection, effect.epoch, effect.hashes)
 
     def run(self, plan: StepPlan, now_ns: int) -> StepDone:
-        """Run a plan that was sent at `now_ns`; return the result and its completion time."""
+        """Run a plan that was sent at `now_ns`; return the result, which contains its completion time."""
         self._update_rows(plan)
         rows = self._rows
         chunks = zip(plan.context_rows, plan.context_starts, plan.context_lengths, strict=True)
@@ -277,7 +279,9 @@ class Simulation:
 
 
 def from_outside(event: Event) -> Event | None:
-    """Return the event if it is external input to a simulation; None if it depends on plans, or a worker died."""
+    """Return the event if it is external input to a simulation; None if it depends on plans or reports the death of a
+    worker.
+    """
     if isinstance(event, Submitted):
         return replace(event, spec=replace(event.spec, is_detached=True))
     return event if isinstance(event, AbortRequested | WorkerRegistered | WorkerLeft) else None

@@ -13,7 +13,7 @@ from scheduler.core.request_spec import RequestSpec, RetentionRange
 
 DEFAULT_MAX_TOKENS = 16_384
 _NS_PER_MS, _NS_PER_S = 1_000_000, 1_000_000_000
-_MAX_TIMEOUT_MS = 1 << 40  # in nanoseconds, and added to the current time, it fits into 64 bits
+_MAX_TIMEOUT_MS = 1 << 40  # the deadline in nanoseconds still fits into 64 bits
 
 
 class _Retention(TypedDict, total=False):
@@ -52,8 +52,8 @@ def spec_from_proto(
     Args:
         request: The request, checked by a router: token ids, request id and seed are set.
         now_ns: Arrival time at the scheduler, where the timeout starts.
-        arrival_ns: Arrival time at the router by the scheduler's clock; by default, the request's own, in wall-clock
-            time.
+        arrival_ns: Arrival time at the router by the scheduler's clock; by default, the request's own arrival time, by
+            the wall clock.
     """
     named = _named_tokens(request.prompt_tuning.resolved) if request.HasField("prompt_tuning") else range(0)
     prompt = array("I", request.token_ids.values[:])
@@ -64,7 +64,7 @@ def spec_from_proto(
     max_tokens = request.max_tokens if request.HasField("max_tokens") else min(room, DEFAULT_MAX_TOKENS)
     if named:  # the router did not know the number of virtual tokens
         max_tokens = min(max_tokens, max(1, room))
-    # Few requests have these, so they are not visited otherwise.
+    # Few requests have these fields, so the others skip their conversion.
     retention: _Retention = _retention(request.kv_retention) if request.HasField("kv_retention") else {}
     adapters: _Adapters = {}
     if request.HasField("lora") or request.HasField("prompt_tuning"):

@@ -113,7 +113,7 @@ def _fill_active(stats: stats_pb2.RequestStats, request: Request, num_prompt: in
     elif request.num_output_tokens:
         stats.stage = stats_pb2.RequestStats.STAGE_GENERATION_IN_PROGRESS
     else:
-        stats.stage = stats_pb2.RequestStats.STAGE_CONTEXT_IN_PROGRESS  # the request's last chunk has not returned
+        stats.stage = stats_pb2.RequestStats.STAGE_CONTEXT_IN_PROGRESS  # its last chunk has no result yet
     num_blocks = len({block for sequence in placed for block in sequence.held_blocks})
     num_reused = max((sequence.num_hit_blocks for sequence in placed), default=0)
     num_missed = max(num_prompt // group.tokens_per_block - num_reused, 0)
@@ -141,7 +141,7 @@ def kv_event_proto(sequence_number: int, group_id: str, change: KvChange) -> sta
 
 
 def kv_snapshot_proto(sequence_number: int, groups: Iterable[WorkerGroup]) -> stats_pb2.KvEventBatch:
-    """Return the contents of the groups' prefix caches as of an event."""
+    """Return the contents of the groups' prefix caches as of the event with this number."""
     batch = stats_pb2.KvEventBatch(is_snapshot=True)
     batch.events.append(kv_event_proto(sequence_number, "", CacheCleared()))
     for group in groups:

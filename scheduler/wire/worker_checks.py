@@ -50,10 +50,11 @@ class WrongMessageError(ValueError):
 def check_worker_message(message: worker_pb2.WorkerMessage) -> None:
     """Check all fields of a message that can be checked without knowing the scheduler's state.
 
-    The core answers registrations and names the invalid field, so this checks only values on which the core would fail.
+    The core itself rejects registrations and names the invalid field, so only values on which it would fail are checked
+    here.
 
     Raises:
-        WrongMessageError: Names the field.
+        WrongMessageError: A field is invalid; the error names it.
     """
     kind = message.WhichOneof("message")
     if kind == "step_result":

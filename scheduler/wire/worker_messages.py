@@ -29,7 +29,7 @@ STEP_LISTS = (
     "retained_hashes", "retained_priorities", "retained_ms",
 )  # fmt: skip
 _lists_of = attrgetter(*STEP_LISTS)
-# The fields of WorkerRegistered that Register has as well, and those of them that are lists.
+# The fields that WorkerRegistered and Register have in common, and the list fields among them.
 REGISTRATION_FIELDS = tuple(
     item.name for item in fields(WorkerRegistered) if item.name not in ("time_ns", "connection")
 )
@@ -44,7 +44,7 @@ def decode_worker_message(
     """Return the event for a worker's message.
 
     Raises:
-        ValueError: The frame is not a WorkerMessage; WrongMessageError if it is an invalid one.
+        ValueError: The frame is not a WorkerMessage. If it is an invalid one, the error is a WrongMessageError.
     """
     message = worker_pb2.WorkerMessage()
     try:

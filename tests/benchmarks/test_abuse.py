@@ -1,4 +1,4 @@
-"""The result of an abuse is judged by what the probe measured."""
+"""The result of an abuse is judged by the probe's measurements."""
 
 from __future__ import annotations
 

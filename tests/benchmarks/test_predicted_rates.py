@@ -1,7 +1,7 @@
 """The kernels' loops are found in the code that this machine's compiler generates, and are complete.
 
-By default this tests only the builds that this processor runs, which exist already; compiling another one takes over a
-minute. With MIDSTREAM_ALL_LOOPS=1 it tests all of them.
+By default this tests only the builds that this processor runs, which are already compiled; compiling another one takes
+over a minute. With MIDSTREAM_ALL_LOOPS=1 it tests all of them.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def test_instructions_that_a_model_describes_wrongly_are_replaced() -> None:
 
 @pytest.mark.skipif(llvm_mca() is None, reason="llvm-mca 19 is not installed")
 def test_the_peaks_are_those_of_the_processors() -> None:
-    """Zen 4 executes one 512-bit multiply of 32 products in a cycle, Zen 5 and Ice Lake two."""
+    """Zen 4 executes one 512-bit multiply (32 products) per cycle, Zen 5 and Ice Lake execute two."""
     peaks = {processor: peak("avx512", processor, unchanged=False) for processor in ("znver4", "znver5")}
     assert peaks == {"znver4": pytest.approx(32, rel=0.02), "znver5": pytest.approx(64, rel=0.02)}
     assert peak("avx512", "icelake-server", unchanged=False) == pytest.approx(64, rel=0.02)

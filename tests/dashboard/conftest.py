@@ -66,7 +66,7 @@ def browser() -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def running(module: str, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Start another process for the service; return its HTTP port."""
+    """Run another process of the service; yield the process and its HTTP port."""
     port, http_port = free_ports(2)
     command = [sys.executable, "-m", module, "--port", str(port), "--http-port", str(http_port), *flags]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)

@@ -50,7 +50,7 @@ def page(service: Service, browser: Browser) -> Browser:
 
 
 def changes(page: Browser, selector: str) -> bool:
-    """Return whether the text of an element changes within a number of seconds."""
+    """Return whether the text of an element changes within 10 seconds."""
     before, deadline = page.text(selector), time.monotonic() + 10
     while page.text(selector) == before:
         if time.monotonic() > deadline:
@@ -146,7 +146,7 @@ def test_pictures_can_be_taken(page: Browser, service: Service, tmp_path: Path) 
     page.click("[data-window='60']")
     page.wait_for("return Number(document.querySelector('#tile-tokens').innerText) > 0", limit_s=60)
     if "PICTURES" in os.environ:
-        time.sleep(20)  # the pictures show the worker's outage and its recovery
+        time.sleep(20)  # so that the pictures show the worker's outage and its recovery
     for scheme, name in (("light", "dashboard.png"), ("dark", "dashboard-dark.png")):
         page.emulate(1280, page.run("return document.body.offsetHeight"), scheme)
         time.sleep(1)

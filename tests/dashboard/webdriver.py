@@ -73,7 +73,7 @@ class Browser:
         return base64.b64decode(self._ask("GET", f"{self._session}/screenshot"))
 
     def complaints(self) -> list[str]:
-        """Return the messages in the browser's console since the last call."""
+        """Return the errors and warnings in the browser's console since the last call."""
         entries = self._ask("POST", f"{self._session}/se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
 

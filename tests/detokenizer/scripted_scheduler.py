@@ -23,7 +23,7 @@ END_ID = 2
 
 @dataclass
 class Scripted:
-    """One request: its tokens so far, and its finish reason."""
+    """One request: its tokens so far, and the ends of its sequences and of the request."""
 
     request: pb.GenerateRequest
     num_prompt_tokens: int = 3
@@ -49,8 +49,8 @@ class Feed:
 
 
 class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
-    """A scheduler whose requests come from Submit or `add`, its tokens from `emit`, and the ends of sequences from
-    `end`.
+    """A scheduler whose requests come from Submit or `add`; the test sends their tokens with `emit` and ends their
+    sequences with `end`.
     """
 
     def __init__(self) -> None:

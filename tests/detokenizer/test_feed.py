@@ -1,5 +1,5 @@
-"""One feed carries many streams: an error in one does not affect the others, and first tokens overtake the others'
-tokens.
+"""One feed carries many streams: an error in one does not affect the others, and the first tokens of a stream overtake
+tokens of other streams.
 """
 
 from __future__ import annotations

@@ -151,7 +151,9 @@ def test_a_stop_word_in_the_last_bytes_is_found_at_the_end(
 
 
 def test_a_stop_is_sent_again_once_per_new_feed_when_its_tokens_were_resent() -> None:
-    """The scheduler may have failed before the stop was committed, and ignores a stop beyond the tokens it has."""
+    """The scheduler may have failed before the stop was committed; its successor ignores a stop beyond the tokens that
+    it has.
+    """
     opened = Opened(2, TextRules(stop_words=TextRules.words(["c"])), is_streaming=True, return_all=False)
     stream, stop = OutputStream(1, "r", 1, 0, (), ROUTER, Letters(), 1 << 20), (1, 3, "c")
     stream.open(opened)
@@ -178,7 +180,7 @@ def test_a_stop_is_sent_again_once_per_new_feed_when_its_tokens_were_resent() ->
 
 
 def test_a_stop_is_sent_again_if_the_scheduler_has_ended_the_sequence_elsewhere() -> None:
-    """The sequence was complete before its stop word was found, and the scheduler failed before it knew of it."""
+    """The sequence was complete before its stop word was found, and the scheduler failed before it got the stop."""
     opened = Opened(2, TextRules(stop_words=TextRules.words(["c"])), is_streaming=True, return_all=False)
     stream = OutputStream(1, "r", 1, 0, (), ROUTER, Letters(), 1 << 20)
     stream.open(opened)
@@ -224,7 +226,7 @@ def test_each_row_of_a_block_of_log_probabilities_is_sent_with_its_token() -> No
 
 
 def test_a_batch_has_a_limited_size_and_the_rest_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All bytes count, those of several sequences too; the final chunk is still the last one of its stream."""
+    """The bytes of all sequences count towards the limit; the final chunk is still the last one of its stream."""
     monkeypatch.setattr(streams, "MAX_BATCH_BYTES", 2000)
     router = RouterConnection(lambda: None, lambda _: None)
     for number in range(2):

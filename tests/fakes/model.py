@@ -1,8 +1,8 @@
 """A fake model, driven over the worker protocol, that validates every step; its output can be computed by hand.
 
-The next token is the last token plus one, modulo the vocabulary size. Its "KV cache" stores, for each slot, a hash of
-all tokens up to it; when a row is computed, all preceding tokens must be in its blocks. Wrong sharing, blocks that are
-released too early, and lost or duplicated tokens are therefore detected in the step that causes them.
+The next token is the last token plus one, modulo the vocabulary size. The model's "KV cache" stores, for each slot, a
+hash of all tokens up to it; when a row is computed, all preceding tokens must be in its blocks. Wrong sharing, blocks
+that are released too early, and lost or duplicated tokens are therefore detected in the step that causes them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class ProtocolError(AssertionError):
 
 
 def next_token(last: int, vocab_size: int) -> int:
-    """Return the next token."""
+    """Return the token that follows `last`."""
     return (last + 1) % vocab_size
 
 
 def candidates(last: int, count: int, end_ids: frozenset[int], vocab_size: int) -> list[tuple[int, float]]:
     """Return the candidates of a beam: the tokens after `last`, most likely first.
 
-    After every seventh token, an end token is the second most likely.
+    After tokens that are multiples of 7, an end token is the second most likely.
     """
     scale = (1 + last % 5) / 8
     tokens = [(last + 1 + place) % vocab_size for place in range(count)]
@@ -65,11 +65,12 @@ class FakeModel:
     """Rows, blocks and steps of one epoch.
 
     Attributes:
-        end_after: Number of output tokens before an end id; 0 means that there is no end id.
+        end_after: Number of output tokens, including the end id, after which a row ends; 0 means that there is no end
+            id.
         num_context_tokens: Number of tokens computed in context chunks so far, over all rows.
         fail_token: A row whose prompt contains this token fails.
         checks: Whether to verify the KV cache in each step.
-        followers: Successors that replace the next number for the given tokens.
+        followers: For some tokens, the token that follows instead of the next number.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class FakeModel:
                     )
 
     def _write(self, chunks: list[tuple[int, int, int]]) -> None:
-        """Write all keys and values of a step before any attention is computed."""
+        """Write all keys and values of a step, and then check the ones that its rows attend to."""
         size = self.tokens_per_block
         spans = [(self._row(number), start, start + length) for number, start, length in chunks]
         spans += [(self.rows[n], self.rows[n].num_computed, self.rows[n].num_computed + 1) for n in self.generating]

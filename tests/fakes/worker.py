@@ -29,13 +29,14 @@ class FakeWorkerConfig:
 
     Attributes:
         step_ms: Duration of a step.
-        end_after: Number of output tokens of a row before an end id; 0 means that there is no end id.
+        end_after: Number of output tokens, including the end id, after which a row ends; 0 means that there is no end
+            id.
         fail_token: A row whose prompt contains this token fails.
         die_token: A step that adds a row whose prompt contains this token kills the worker.
         hang_at_step: Step at which the worker stops computing but continues to send heartbeats; 0 means never.
         hold: File; while it exists, the worker computes only `hold_after` more steps and then pauses, but
             continues to send heartbeats.
-        hold_after: Number of steps from the time when the file appears.
+        hold_after: Number of steps that the worker still computes after the file appears.
         wrong_shape_at_step: Step whose result has one token too many; 0 means never.
         repeat_results: Whether to send each result twice.
         checks: Whether to verify the KV cache in each step, which is slow.

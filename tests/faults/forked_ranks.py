@@ -65,7 +65,7 @@ class ForkedGroup:
 
 def main() -> None:
     """Fork a process for each line, until the input ends."""
-    # These import torch; the second one is imported so that the forked processes need not do it.
+    # Both modules import torch; the second one is imported here so that the forked processes need not import it.
     from gpu_worker import __main__ as worker
     from gpu_worker.parallel import launch  # noqa: F401
 

@@ -75,7 +75,7 @@ class HostileWorker:
                     if socket.poll(2):
                         self._obey(socket, worker_pb2.SchedulerMessage.FromString(socket.recv()))
                     else:
-                        self._is_waiting = False  # no answer, so it retries later
+                        self._is_waiting = False  # no answer, so register again later
                         self._say(socket, self._unasked(), 0.9)
             except BaseException as error:
                 self.error = error

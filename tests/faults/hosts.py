@@ -47,7 +47,7 @@ class Hosts(Protocol):
 
 
 class Namespaces:
-    """Hosts as network namespaces on a bridge; requires its own network and mount namespaces."""
+    """Hosts as network namespaces on a bridge; this process must have its own network and mount namespaces."""
 
     listen_address = "0.0.0.0"
 
@@ -85,8 +85,8 @@ class Namespaces:
 
 
 class Relays:
-    """Simulated hosts on this machine. For each pair of hosts and each direction there is a relay that can stop
-    forwarding.
+    """Simulated hosts on this machine. Each call of `dial` starts a relay, which stops forwarding while the link
+    between its two hosts is cut.
     """
 
     listen_address = "127.0.0.1"

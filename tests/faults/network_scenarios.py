@@ -105,7 +105,7 @@ async def cut_worker(machine: Machine) -> None:
 
 
 async def read(stub: Stub, first: int, flowing: asyncio.Event) -> list[int]:
-    """Read a stream; check that no token is missing or duplicated."""
+    """Read a stream and return its tokens; set `flowing` once a quarter of them have arrived."""
     received: list[int] = []
     async for response in stub.Generate(tokens([first], max_tokens=NUM_TOKENS), timeout=LIMIT_S):
         assert response.token_offset == len(received)
@@ -165,7 +165,7 @@ async def start_scheduler(
 
 @contextlib.asynccontextmanager
 async def scheduler_at(address: str) -> AsyncIterator[SchedulerAsyncStub]:
-    """Return a stub of the scheduler once the scheduler is ready."""
+    """Yield a stub of the scheduler once the scheduler is ready."""
     async with open_channel(address) as channel:
         stub = cast("SchedulerAsyncStub", scheduler_pb2_grpc.SchedulerStub(channel))
         await stub.GetLoads(loads_pb2.GetLoadsRequest(), wait_for_ready=True, timeout=LIMIT_S)

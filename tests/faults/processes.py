@@ -94,7 +94,7 @@ class Processes(NamedProcesses):
             await until(functools.partial(_has_all_parts, address))
 
     async def stats(self) -> stats_pb2.IterationStats:
-        """Return the statistics of the scheduler, queried through a router."""
+        """Return the scheduler's statistics, queried through a router."""
         for address in self.routers:
             async with open_channel(address) as channel:
                 with contextlib.suppress(Exception):
@@ -134,7 +134,7 @@ def running_processes(folder: Path, *scheduler_flags: str, step_ms: float = 10) 
 class Streams:
     """Concurrent requests to a model whose output counts up from the last token of the prompt.
 
-    They have a deadline: without one, a request fails if a slow machine takes longer to start a worker than
+    The requests have a deadline: without one, they fail if a slow machine takes longer to start a worker than
     --no-worker-timeout-s.
     """
 

@@ -1,7 +1,7 @@
 """The wall clock of each component jumps under load, which changes nothing except timestamps.
 
-The components are real processes, with a worker without a model. Deadlines are checked by the times that the scheduler
-records, not by the times at which a loaded machine lets this process see them.
+The components are real processes, with a worker without a model. Deadlines are checked against the times that the
+scheduler records, since this process may observe them late on a loaded machine.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class Deadline:
     Attributes:
         submitted: Time at which the scheduler got the request.
         deadline: The request's deadline.
-        before_end: Time of the last turn before the request's end; a turn ends what is past its deadline.
+        before_end: Time of the last turn before the request's end; a turn ends all requests that are past their
+            deadlines.
         ended: Time at which the scheduler ended it.
     """
 
@@ -114,7 +115,7 @@ class Deadline:
 
 def recorded_deadlines(path: Path) -> list[Deadline]:
     """Return the deadlines of the requests from `time_out`."""
-    offset_ns = time.time_ns() - time.monotonic_ns()  # the scheduler's clock began with the wall clock, not yet shifted
+    offset_ns = time.time_ns() - time.monotonic_ns()  # the scheduler's clock started at the unshifted wall time
     found: dict[str, Deadline] = {}
     before = 0.0
     for record in read_recording(path):
@@ -158,7 +159,7 @@ async def test_jumps_of_each_parts_clock_harm_no_request(tmp_path: Path) -> None
     for began, each in zip(sent, deadlines, strict=True):
         # The router and the scheduler use the same deadline as the client.
         assert began - TOLERANCE_S < each.deadline - DEADLINE_S < each.submitted + TOLERANCE_S
-        # The scheduler did nothing else once the deadline had passed; it may have been stopped by the machine.
+        # The first turn after the deadline ended the request. A loaded machine may have delayed that turn.
         assert each.before_end - TOLERANCE_S < each.deadline < each.ended + TOLERANCE_S
     assert "ended the epoch of a worker group" not in log
     assert "lost the connection of a worker" not in log

@@ -110,7 +110,7 @@ async def test_a_clients_certificate_is_not_accepted_on_internal_ports(guarded: 
     named = Tls(detokenizer.cert, detokenizer.key, guarded.authority.ca)
     for port, tls, calls in (
         ("scheduler", spy, ("Abort", "TokenFeed", "OpenTokenFeed")),
-        ("scheduler", named, ("Abort",)),  # a detokenizer may only read the token feed there
+        ("scheduler", named, ("Abort",)),  # this port allows a detokenizer only to read the token feed
         ("detokenizer", spy, ("Stream", "OpenStream")),
         ("detokenizer", named, ("Stream", "OpenStream")),
     ):

@@ -27,7 +27,7 @@ from router.protocols.http_server import HttpPort
 from tests.faults.limited_service import LimitedService, read
 from tests.router.test_request_checks import BAD
 
-# These are additional inputs of the same kind. tests/router/test_request_checks.py tests all fields and their limits.
+# Additional invalid requests; tests/router/test_request_checks.py tests all fields and their limits.
 OVER_ALL_BOUNDS: list[tuple[str, pb.GenerateRequest]] = [
     ("prompt", pb.GenerateRequest(prompt="word " * 600_000)),
     ("token_ids", pb.GenerateRequest(token_ids=pb.TokenIds(values=[5] * 9000))),

@@ -2,12 +2,12 @@
 run.
 
 The kinds of component take turns: at each token, the next one is killed. Each request runs up to four times, starting
-with another kind each time, so that every kind is killed at every token. By default, only one of the four runs is made,
-with 24 tokens. With MIDSTREAM_ALL_KILLS=1 all of them are made, with 48 tokens, over frames and gRPC, and with each
-layout of workers. MIDSTREAM_KILL_MODEL=NAME runs the tests on a model of tests/gpu_worker/test_families.py.
+with a different kind each time, so that every kind is killed at every token. By default, only one of the four runs is
+made, with 24 tokens. With MIDSTREAM_ALL_KILLS=1 all of them are made, with 48 tokens, over frames and gRPC, and with
+each layout of workers. MIDSTREAM_KILL_MODEL=NAME runs the tests on a model of tests/gpu_worker/test_families.py.
 
-By default, of the other models only those with recurrent state or a latent cache are tested, with a few kills. With
-MIDSTREAM_ALL_KILLS=1 nearly all models of tests/gpu_worker/test_families.py are.
+Other models are tested with a few kills: by default one with recurrent state and one with a latent cache, and with
+MIDSTREAM_ALL_KILLS=1 nearly all models of tests/gpu_worker/test_families.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROTATIONS = range(4) if os.environ.get("MIDSTREAM_ALL_KILLS") else None
 # Idefics 3 needs an image processor (tests/integration/test_images.py kills its workers), and `phi3_long` does not
 # support sequences as long as these tests need.
 LEFT_OUT = ("idefics3", "phi3_long")
-# By default one model with recurrent state, and one with a latent cache.
+# By default only one model with recurrent state, and one with a latent cache.
 OTHER_MODELS = tuple(name for name in MODELS if name not in LEFT_OUT) if ROTATIONS else ("lfm2", "deepseek_v3")
 NUM_TOKENS = 48 if ROTATIONS else 24
 PROMPT = list(range(400, 437))
@@ -108,7 +108,7 @@ def runner(folder: ModelFolder) -> Iterator[ModelRunner]:
 
 @pytest.fixture
 async def service(folder: ModelFolder, tmp_path: Path, transport: str, layout: str) -> AsyncIterator[InProcessService]:
-    gc.freeze()  # stopping a component collects garbage, but imported modules are exempt
+    gc.freeze()  # exempt imported modules from the garbage collections that stopping a component causes
     (tmp_path / "kv").mkdir(mode=0o700)
     service = InProcessService(folder, tmp_path / "journal", transport, settings_of(layout, tmp_path / "kv"))
     await service.start()

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 NUM_TOKENS = 200
-# The maximum factor by which the tokens of half of the streams may slow down. A stall of the machine slows a few more.
+# Maximum factor by which the median stream may be slower than the slowest stream without overload. The median is used
+# because a stall of the machine slows some streams more.
 PACE_FACTOR = 5
 
 

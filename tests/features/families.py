@@ -23,7 +23,7 @@ from tests.gpu_worker.tiny_models import make_runner, make_tiny_model
 
 VOCAB_SIZE, HIDDEN_SIZE = 49_152, 64
 PROMPT = [504, 2365, 282, 504, 2365, 282, 504, 2365]
-# The name of each family in transformers, and the settings of the tiny model.
+# Name of each family in transformers, and the settings of its tiny model.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
@@ -80,7 +80,7 @@ class Family:
         return contents(made)
 
     def lora(self) -> pb.LoraConfig:
-        """Return the reference of an adapter, as the scheduler would name it."""
+        """Load an adapter, and return the reference that the scheduler would send for it."""
         adapter = self.runner.adapters.load(str(self._lora)).result()
         resolved = pb.ResolvedAdapter(
             path=str(self._lora), fingerprint=adapter.fingerprint, num_bytes=self.runner.adapters.size_of(adapter)

@@ -1,4 +1,4 @@
-"""docs/models.md: the supported model families, as shown by `midstream models`."""
+"""Generates docs/models.md: the supported model families, as shown by `midstream models`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ that requests may use.
 
 
 def page() -> str:
-    """Return docs/models.md."""
+    """Return the text of docs/models.md."""
     lines = [
         f"| {' | '.join(HEADINGS)} |",
         "| --- " * len(HEADINGS) + "|",

@@ -33,7 +33,7 @@ class Feature:
     """One row of the table.
 
     Attributes:
-        families, apis: Cells, by model family and by API.
+        families, apis: The row's cells, by the name of the model family or API.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The whole table, and the titles of its columns."""
+    """The whole table, with the titles of its columns."""
 
     families: dict[str, str]
     apis: dict[str, str]
@@ -66,7 +66,7 @@ def _feature(name: str, row: dict[str, Any], families: dict[str, str], apis: dic
 
 
 def page() -> str:
-    """Return docs/features.md."""
+    """Return the text of docs/features.md."""
     table = read()
     titles = [*table.families.values(), *table.apis.values()]
     lines = [f"| feature | {' | '.join(titles)} |", f"| --- |{' :---: |' * len(titles)}"]

@@ -64,5 +64,5 @@ def _write(model: torch.nn.Module, config: peft.PeftConfig, folder: Path, seed: 
 
 
 def ref_of(runner: ModelRunner, folder: Path) -> AdapterRef:
-    """Return the reference with which requests use the adapter in `folder` once it is loaded."""
+    """Load the adapter in `folder`, and return the reference that requests need to use it."""
     return AdapterRef(folder.name, str(folder), runner.adapters.load(str(folder)).result().fingerprint)

@@ -34,7 +34,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="session", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
-    """Return transformers' models by family, each with its folder."""
+    """Return transformers' model of each family in turn, and its folder."""
     name, settings = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     return make_tiny_model(folder, name, **settings), folder
@@ -59,7 +59,9 @@ def transformers_model(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Mod
 
 
 class _Reader(GGUFReader):  # type: ignore[misc]
-    """Reads a GGUF file without the lists in its metadata, which the package reads item by item: the tokenizer's."""
+    """Reads a GGUF file without the arrays in its metadata, such as the vocabulary, which the package reads slowly,
+    item by item.
+    """
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
         if raw_type != GGUFValueType.ARRAY:
@@ -76,8 +78,8 @@ class _Reader(GGUFReader):  # type: ignore[misc]
 
 
 def _write_from_gguf(path: Path, folder: Path) -> None:
-    """Write transformers' checkpoint of a Llama model in a GGUF file, dequantized with the `gguf` package;
-    transformers' reader takes four times as long.
+    """Convert a Llama model in a GGUF file to a checkpoint of transformers, dequantized with the `gguf` package;
+    transformers' own reader takes four times as long.
     """
     reader = _Reader(path)
     names = {

@@ -91,7 +91,9 @@ class Member:
             self.runner.kv.fetcher.begin_epoch(epoch)
 
     def run(self, plan: StepPlan) -> Iterator[Event]:
-        """Launch a step. Finish those that it depends on, and all but those that fill the stages of a pipeline."""
+        """Launch a step, after finishing the steps that it depends on; then finish steps until the number in flight is
+        below the number of pipeline stages. Yield the events.
+        """
         batch = worker_pb2.SchedulerMessage.FromString(encode_step(plan)).step_batch
         for part in table_parts(plan):
             self.adapters.keep(worker_pb2.SchedulerMessage.FromString(part).prompt_table)
@@ -249,7 +251,9 @@ class CoreWithRunners:
         return next(member for member in self._members if member.connection == connection)
 
     def step(self) -> bool:
-        """Run the oldest step or fetch, or finish what was launched; return False if there is neither."""
+        """Run the oldest planned step or fetch; if there is none, finish the oldest launched step of each runner.
+        Return False if nothing is left to do.
+        """
         self.handle(Turn(1))
         if not self._work:
             events = [event for member in self._members for event in member.finish()]
@@ -263,10 +267,10 @@ class CoreWithRunners:
         return True
 
     def _end_delays(self) -> bool:
-        """End the delays of requests whose worker was not ready, since the clock stands still.
+        """End the delays of requests whose worker was not ready, since the clock does not advance.
 
         Returns:
-            False if there are none.
+            False if no request was delayed.
         """
         is_any_held = any(self.core.queue.is_held(request) for request in self.core.queue)
         self.core.queue.release_due(1 << 62)
@@ -327,7 +331,7 @@ class Contents:
     """Everything that a client receives for one sequence.
 
     Attributes:
-        log_probs: For each token its own log probability, and (token, log probability) of the most likely tokens.
+        log_probs: For each token, its log probability and the (token, log probability) pairs of the most likely tokens.
         prompt_log_probs: The same for the tokens of the prompt, starting with the second.
         tensors: Complete tensors, flattened.
     """

@@ -79,7 +79,7 @@ def with_results(name: str) -> Callable[..., Any]:
 
 
 def record_at_once(run: Callable[[], object]) -> Callable[[], None]:
-    """Call the recorded function as often as `GraphRecorder` does before a replay."""
+    """Stand in for `GraphRecorder`: call the function once when it is recorded, and once in each replay."""
     run()
 
     def replay() -> None:

@@ -21,9 +21,9 @@ _COPIES_OF_NUMBERS = {torch.tensor, torch.as_tensor, Tensor.new_tensor}
 
 
 class OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered, operations raise AssertionError if they use both CPU and `meta` tensors.
+    """Within this context, operations that use both CPU and `meta` tensors raise AssertionError.
 
-    A CPU tensor without dimensions is an argument of a launch like a number, unless it is copied.
+    CPU tensors without dimensions are allowed, except in copies: a kernel launch takes them as arguments, like numbers.
     """
 
     def __torch_dispatch__(
@@ -38,8 +38,8 @@ class OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class NoNumbers(TorchFunctionMode):
-    """While it is entered, making a `meta` tensor of the host's numbers raises AssertionError; the other mode sees no
-    operation in this.
+    """Within this context, creating a `meta` tensor from the host's numbers raises AssertionError; `OneDevice` cannot
+    detect this, because no operation is dispatched.
     """
 
     def __torch_function__(
@@ -51,7 +51,7 @@ class NoNumbers(TorchFunctionMode):
 
 
 def run_on_one_device(run: Callable[[], object]) -> None:
-    """Call a function as `GraphRecorder` does: once freely, and then as it is recorded."""
+    """Call a function as `GraphRecorder` does: once without restrictions, and then as in the recording."""
     run()
     with OneDevice(), NoNumbers():  # type: ignore[no-untyped-call]
         run()

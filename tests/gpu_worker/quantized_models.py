@@ -43,8 +43,8 @@ def _levels(weight: Tensor, scale: Tensor, zero: Tensor, groups: Tensor, most: i
 
 
 def _gptq(num_bits: int, group: int, *, with_order: bool = False, version: int = 1) -> Callable[[Tensor], Quantized]:
-    """Return tensors in AutoGPTQ's layout (https://github.com/AutoGPTQ/AutoGPTQ), or in GPTQModel's layout for version
-    2.
+    """Return tensors in AutoGPTQ's layout (https://github.com/AutoGPTQ/AutoGPTQ) or, for version 2, in that of
+    GPTQModel.
     """
 
     def quantize(weight: Tensor) -> Quantized:

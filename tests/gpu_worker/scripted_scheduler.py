@@ -87,7 +87,7 @@ def worker_process(
     variables: Mapping[str, str] = MappingProxyType({}),
     on: Sequence[str] = (),
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a worker that connects to `scheduler`, started by the command `on`; kill it on exit."""
+    """Run a worker that connects to `scheduler`; kill it on exit. `on` is a command that starts it."""
     command = [sys.executable, "-m", "gpu_worker", "--scheduler", scheduler, "--model", str(folder), "--device", "cpu"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")}
     process = subprocess.Popen(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 HIDDEN = TINY["hidden_size"]
-ONE_PAIR = 8 * 2 * HIDDEN  # elements of a pair of matrices with ranks up to 8, for the attention output layer
+ONE_PAIR = 8 * 2 * HIDDEN  # elements of the two LoRA matrices of the attention output layer, for ranks up to 8
 
 
 def adapter(value: float, rank: int, *, layer: int = 0) -> Adapter:
@@ -73,7 +73,7 @@ def test_adapters_are_compacted_if_free_space_is_fragmented() -> None:
 
 
 def test_adapters_are_exchanged_behind_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second adapter takes over the memory and the slot of the first, which a launched step has yet to use."""
+    """The second adapter takes over the memory and the slot of the first, which a launched step has not used yet."""
     arena = AdapterArena(describe(TINY), 2 * ONE_PAIR * 4, 16, torch.float32, CPU)
     stream, results = LazyStream(monkeypatch), list[list[float]]()
     for value, rank in ((1.0, 2), (5.0, 16)):

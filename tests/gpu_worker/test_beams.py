@@ -147,7 +147,7 @@ def test_beams_are_the_same_alone_paused_moved_and_recovered(
 def test_prompt_outputs_are_reported_once_despite_losses(
     runner: ModelRunner, end_ids: tuple[int, ...], tmp_path: Path, num_steps: int
 ) -> None:
-    """The prompt takes three steps. A worker dies in each of these steps, and in each later step."""
+    """The prompt takes three steps. The worker is lost after `num_steps` steps: during the prompt or after it."""
     request = request_of(0, [7 + i % 30 for i in range(40)], SEARCHES[0])
     request.output.prompt_log_probs = 2
     (alone,) = CoreWithRunners(runner, end_ids).run([request])
@@ -160,7 +160,7 @@ def test_prompt_outputs_are_reported_once_despite_losses(
     system.lose_worker()
     system.run([])
     assert contents(made) == expected
-    # The scheduler is replaced in the same way.
+    # Repeat with a replaced scheduler instead of a lost worker.
     request.request_id = "again"
     system.submit(request)
     for _ in range(num_steps):
@@ -183,7 +183,7 @@ def reported(number: int, prompt: list[int], **search: Any) -> pb.GenerateReques
 
 
 def expected_way(model: Any, prompt: list[int], end_ids: tuple[int, ...], **settings: Any) -> Any:
-    """Return the result of transformers' search, with the logits and hidden states of each step."""
+    """Return the result of beam search in transformers, with the logits and hidden states of each step."""
     with torch.inference_mode():
         return model.generate(
             torch.tensor([prompt]),
@@ -311,12 +311,12 @@ def test_beam_outputs_are_identical_despite_losses(
         (alone,) = CoreWithRunners(runner, end_ids).run([make("alone", has_tensors=has_tensors)])
         expected = contents(alone)
         assert all(item.log_probs for item in expected)
-        # The same steps follow without tensors, so one order is enough there.
+        # Requests without tensors run the same steps, so one order of losses is enough for them.
         for order in (("worker", "scheduler"), ("scheduler", "worker"))[: 2 if has_tensors else 1]:
             name = f"{order[0]} first"
             system = CoreWithRunners(runner, end_ids, max_num_tokens=16, journal=tmp_path / f"{has_tensors}{order[0]}")
             system.submit(make(name, has_tensors=has_tensors))
-            # One is lost during the prompt, the other during generation.
+            # The first of the two is lost during the prompt, the second during generation.
             for part, num_steps in zip(order, (2, 4), strict=True):
                 for _ in range(num_steps):
                     system.step()

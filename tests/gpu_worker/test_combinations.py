@@ -102,7 +102,7 @@ CASES = st.builds(
     frequency=st.sampled_from([0.0, 0.0, 1.1, -0.4]),
     min_tokens=st.sampled_from([0, 0, 2, 6, 12]),
     ngram=st.sampled_from([0, 0, 0, 1, 2, 3]),
-    # These are a quarter of the vocabulary or one token, so that outputs end often.
+    # The stop tokens, if any, are one token or a quarter of the vocabulary, so that many outputs end early.
     stop_ids=st.sampled_from([(), (), (7,), tuple(range(3, 64))]),
     stop_words=st.sampled_from([(), (), ("aa",), ("ab", "dca"), ("d", "ad")]),
     bad_words=st.lists(st.lists(TOKENS, min_size=1, max_size=2).map(tuple), max_size=3).map(tuple),
@@ -146,7 +146,7 @@ class Readers:
         }
 
     def read(self) -> None:
-        """Read the tokens that are new."""
+        """Read the tokens that were emitted since the previous call."""
         for sequence, text in self._texts.items():
             new = sequence.output[text.num_tokens :]
             if new and text.stop_at is None:
@@ -158,7 +158,7 @@ class Readers:
 
 @dataclass(slots=True)
 class Expected:
-    """The result of transformers; its tokens end before the first choice that rounding may determine."""
+    """The result of transformers, truncated before the first token whose choice could depend on rounding."""
 
     tokens: list[int] = field(default_factory=list)
     is_whole: bool = True

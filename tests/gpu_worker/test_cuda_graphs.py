@@ -263,8 +263,8 @@ def test_constants_that_a_model_changes_are_new_in_each_step() -> None:
 
 
 def test_block_tables_are_sent_whole_or_as_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In logits [a, b], b is the sum of the two blocks of a row. At most as many changes are sent as the shape has
-    rows.
+    """In logits [a, b], b is the sum of the two blocks of a row. Block tables are sent as changes if there are at most
+    as many changes as the graph has rows.
     """
     sizes: list[int] = []
     send = PinnedBuffers.send
@@ -281,8 +281,8 @@ def test_block_tables_are_sent_whole_or_as_changes(monkeypatch: pytest.MonkeyPat
     tables = inputs.block_tables.clone()
     tables[1, 1], tables[3, 0] = 50, 0
     assert graphs.forward(replace(inputs, block_tables=tables))[:, 1].tolist() == [2, 52, 6, 4]
-    # A step with fewer and shorter rows leaves the entries beyond them unchanged; the changed entry was reset to 2
-    # before it becomes 50 again.
+    # A step with fewer and shorter rows does not change the entries beyond its own. The step in between sets the
+    # changed entry back to 2, so it is sent again.
     assert graphs.forward(decode_inputs(2)).tolist() == expected(2)
     assert graphs.forward(replace(inputs, block_tables=tables))[:, 1].tolist() == [2, 52, 6, 4]
     alone = sum(Shape(4, 4).sizes())
@@ -327,8 +327,8 @@ def test_a_graph_gives_the_likeliest_tokens_and_feeds_them() -> None:
     ahead = replace(decode_inputs(3), token_ids=torch.tensor([-1, -2, -3], dtype=torch.int32))
     assert graphs.forward(ahead).tolist() == [[1, 2], [1, 4], [1, 6]]
     graphs.feed(torch.tensor([5, -1, 6], dtype=torch.int32))
-    # Rows 1 to 3 use the second, first and third of these tokens. The second logits were not finite, so their token
-    # counts as 0.
+    # Rows 1 to 3 use the second, first and third of these tokens. The second is -1, since its logits were not finite,
+    # and is replaced by token 0.
     inputs = replace(decode_inputs(3), token_ids=torch.tensor([-2, -1, -3], dtype=torch.int32))
     assert graphs.forward(inputs).tolist() == [[1, 2], [51, 4], [61, 6]]
 

@@ -43,7 +43,7 @@ TINY = CONFIG_8B | {
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Return the devices that were made current on a machine with two GPUs."""
+    """Return a list that receives the devices that become current; the machine appears to have two GPUs."""
     found: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -165,7 +165,7 @@ def test_steps_and_graphs_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(device_memory, "cuda", fake)
     monkeypatch.setattr(device_memory, "free_memory_bytes", fake.free_bytes)
     fake.allocate(300)  # weights
-    fake.allocate(40)  # the memory pool of the warm-up
+    fake.allocate(40)  # the KV pool of the warm-up
     pool = SimpleNamespace(num_bytes=40)
     memory = WarmUpMemory(torch.device("cuda:0"), [pool])  # type: ignore[list-item]
     fake.allocate(150)  # a step
@@ -174,7 +174,7 @@ def test_steps_and_graphs_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> 
     def capture() -> None:
         fake.empty_cache()  # as PyTorch does before it records a graph
         fake.allocate(60)
-        fake.elsewhere += 10  # memory that the driver takes for a graph
+        fake.elsewhere += 10  # memory that the driver allocates for a graph
 
     memory.record(capture)
     # The runner drops the graphs before it allocates the pool.
@@ -216,7 +216,7 @@ def test_the_pool_is_sized_after_full_batches_and_graphs(monkeypatch: pytest.Mon
     )
     before = events[: events.index("sized")]
     eager = before[: before.index("recorded")]
-    # There are four ways of sampling, each with a prefill and two decodes of six rows.
+    # Each of the four ways of sampling runs one prefill and two decode steps of six rows.
     assert eager.count(6) == 12
     assert max(sizes) == 16  # the longest prompt that fits in a step
     # Recording starts with the largest batch. It is repeated on the real pool, followed by the largest steps.

@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 COLD = [(6, 1e-30), (1, 1e-20), (6, 1.0)]
 WARM = [SamplingParams(seed=3), SamplingParams(temperature=0.0), SamplingParams(temperature=2.5, seed=5)]
 CUT = [SamplingParams(top_k=3), SamplingParams(top_p=0.5, min_p=0.1), SamplingParams(temperature=0.4, seed=2**64 - 1)]
-# The smallest temperature that is distinguished is 1e-6. The second likeliest token is so much less likely than the
-# first one that it has 28% at this temperature.
+# Lower temperatures are raised to 1e-6. At this temperature, the second likeliest token, whose logit is 2^-20 below
+# that of the first, has a probability of 28%.
 ONLY_TOP_P = [SamplingParams(top_p=0.9, seed=seed, temperature=temperature) for seed, temperature in COLD]
 
 
@@ -58,14 +58,14 @@ def test_recorded_draws_equal_the_samplers(params: list[SamplingParams], monkeyp
     assert draws.draw(sampler.draw_params(places)) is None
     best = greedy_tokens(logits)
     draws.capture(record, logits, best, lambda tokens: fed.append(tokens.tolist()))
-    # An earlier step with all rows, in another order, leaves its parameters in the buffers.
+    # A previous step with all rows, in another order, leaves its parameters in the buffers.
     assert draws.draw(sampler.draw_params(ints([3, 2, 1, 0]))) is not None
     drawn = draws.draw(sampler.draw_params(places))
     assert drawn is not None
     assert drawn.tolist() == expected
     # The padding row is greedy.
     assert fed[-1] == [*expected, int(logits[3].argmax())]
-    # The larger size runs first, with top-k and top-p.
+    # Graph 0 is the one for the larger size with top-k and top-p, and graph 1 the one without them.
     assert replayed[-1] == (1 if params is WARM else 0)
     logits[1, 7] = torch.nan
     best.copy_(greedy_tokens(logits))

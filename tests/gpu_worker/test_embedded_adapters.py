@@ -18,7 +18,7 @@ from tests.gpu_worker.test_models import Recorder
 from tests.gpu_worker.tiny_models import Driver, make_runner
 
 NUM_NEW, NUM_VIRTUAL = 6, 4
-# Tolerance for logits of about 20 after thirty layers that are summed in another order.
+# Tolerance for logits of about 20 after thirty layers, whose sums are computed in another order.
 TOLERANCE = 5e-3
 LORAS = {
     "r4": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},

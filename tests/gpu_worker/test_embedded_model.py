@@ -20,14 +20,14 @@ from midstream.model.folder import ModelFolder, open_model_folder
 from tests.gpu_worker.tiny_models import Driver, make_runner
 
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 11, 15, 16, 17, 20, 25, 31, 33, 40, 50, 64, 80, 100, 150, 260, 330, 700)
-# The prompts that are compared with transformers, which takes several times as long per token: both kinds of prompt,
-# lengths around a block, and several blocks.
+# Lengths of the prompts that are compared with transformers, which takes several times as long per token. They cover
+# both kinds of prompt, lengths close to a block's, and several blocks.
 COMPARED = (1, 2, 5, 7, 15, 16, 17, 31, 33, 64, 330)
 NUM_NEW = 10
 Logits = Callable[[tuple[int, ...]], torch.Tensor]
-# Two logits that are this close in transformers may swap their order by rounding. Our logits, of about 20, differ by up
-# to a few 1e-4 after thirty layers that are summed in another order, and by up to 1e-2 if inputs are rounded to 16
-# bits.
+# Rounding may change the order of two logits that are this close in transformers. Our logits, of about 20, differ by up
+# to a few 1e-4 after thirty layers whose sums are computed in another order, and by up to 1e-2 if inputs are rounded to
+# 16 bits.
 BOUND, ROUNDED_BOUND = 2e-3, 2e-2
 
 
@@ -43,7 +43,7 @@ def runner(folder: ModelFolder) -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def prompts(folder: ModelFolder) -> list[list[int]]:
-    """Return alternately random tokens and pieces of text."""
+    """Return prompts that are alternately random tokens and pieces of text."""
     generator = np.random.default_rng(7)
     text = (Path(__file__).parents[2] / "LICENSE").read_text()
     words = Tokenizer.from_file(str(folder.path / "tokenizer.json")).encode(text).ids
@@ -67,7 +67,7 @@ def run_together(
     driver, generator = Driver(runner), np.random.default_rng(seed)
     new: list[NewSequence] = []
     done: dict[int, int] = {}
-    owners: dict[int, int] = {}  # for each row, the row that writes the blocks that it shares
+    owners: dict[int, int] = {}  # for each row, the row whose blocks it shares, or the row itself
     for row in generator.permutation(len(prompts)).tolist():
         tokens = prompts[row]
         blocks: list[int] = []

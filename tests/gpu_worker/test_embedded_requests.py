@@ -23,13 +23,15 @@ PROMPTS = ("One, two, three. One, two, three. One,", "Here is a short list of co
 VOCAB_SIZE, HIDDEN_SIZE, NUM_LAYERS = 49_152, 576, 30
 END_ID = 28  # a comma, which is a frequent token
 MAX_TOKENS = 14
-# Logits of about 20 may differ by this much after thirty layers that are summed in another order.
+# Logits of about 20 may differ by this much after thirty layers whose sums are computed in another order.
 BOUND = 2e-3
 Change = Callable[[list[int], list[int], Tensor], Tensor]
 
 
 def by_transformers(make: Callable[[int], Any]) -> Change:
-    """Return a function that creates a transformers processor; `make` receives the number of prompt tokens."""
+    """Return a function that applies the logits processor of transformers that `make` creates for the number of prompt
+    tokens.
+    """
     return lambda prompt, output, scores: make(len(prompt))(torch.tensor([[*prompt, *output]]), scores)
 
 
@@ -97,7 +99,7 @@ def request(number: str, prompt: list[int], sampling: dict[str, Any], **parts: A
 
 
 def logits_of(model: Any, prompt: list[int], output: list[int]) -> Tensor:
-    """Return the logits in transformers from which each token of `output` was chosen."""
+    """Return the logits that transformers computes for the position of each token of `output`."""
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([[*prompt, *output[:-1]]]), logits_to_keep=len(output)).logits[0]
     return logits.clone()

@@ -41,7 +41,7 @@ from tests.gpu_worker.core_with_runners import CoreWithRunners, contents
 from tests.gpu_worker.test_models import Recorder, expected_logits, prompt
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
 
-# Tolerance, relative to the largest logit.
+# Tolerance relative to the largest logit.
 TOLERANCE = 1e-4
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 WINDOW = {"use_sliding_window": True, "sliding_window": 24}
@@ -66,7 +66,7 @@ DELTA_NET = {
 WINDOWED = ["sliding_attention", "full_attention", "sliding_attention"]
 CONVOLVED = ["conv", "full_attention", "conv"]
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12}
-# The class in transformers and the settings of the tiny model, by name.
+# The family's name in transformers and the settings of the tiny model, by the name of the test case.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama_biased": ("Llama", {"attention_bias": True}),
@@ -235,8 +235,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
-# Other values of `model_type`, and families that differ little from others. By default only their logits are tested,
-# and with MIDSTREAM_ALL_FAMILIES=1 everything.
+# Other values of `model_type`, and families that differ little from others. By default, only their logits are tested;
+# with MIDSTREAM_ALL_FAMILIES=1, everything is.
 OTHER_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama4": (
@@ -280,7 +280,7 @@ OTHER_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "cwm": ("Cwm", {"head_dim": 32, "sliding_window": 24}),
     "helium": ("Helium", {"head_dim": 16}),
     "flex_olmo": ("FlexOlmo", {"num_experts": 7, "num_experts_per_tok": 3, "pad_token_id": 0}),
-    # transformers has no type of this name; the files are those of DeepSeek-V3.
+    # transformers has no such model type; the files have the format of DeepSeek-V3.
     "kimi_k2": MODELS["deepseek_v3"],
 }  # fmt: skip
 
@@ -295,7 +295,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def make_model_of(model_type: str, folder: Path) -> torch.nn.Module:
-    """Write the model of `OTHER_TYPES` to `folder`."""
+    """Write a model of this type, from `OTHER_TYPES`, to `folder`."""
     name, settings = OTHER_TYPES[model_type]
     model = make_tiny_model(folder, name, **settings)
     config = json.loads((folder / "config.json").read_text())
@@ -315,7 +315,7 @@ def logits_of(
 ) -> tuple[list[Tensor], list[int]]:
     """Prefill in chunks and decode twice, in a batch with other sequences; return the three tokens and their logits.
 
-    The first chunk may be of another size.
+    `first` is the size of the first chunk if it differs from `chunk`.
     """
     driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
     rows = range(1, 1 + beside)
@@ -347,8 +347,8 @@ def test_logits_are_those_of_transformers_and_their_bits_depend_on_the_tokens_al
     for row in range(3):
         if float(best[row, 0] - best[row, 1]) > 2 * limit:
             assert chosen[row] == int(wanted[row].argmax())
-    # Most of the time is spent on steps of one token. From position 45 on, they pass all kinds of boundaries: those of
-    # blocks and of chunks of 32 keys, and the first key of a window.
+    # Most of the time is spent on steps of one token. From position 45 on, they pass all kinds of boundaries: of
+    # blocks, of chunks of 32 keys, and of attention windows.
     for chunk, beside, first in ((1, 0, 45), (7, 0, 0), (64, 0, 0), (70, 31, 0)):
         others, same = logits_of(runner, monkeypatch, tokens, chunk, beside, first)
         assert same == chosen
@@ -551,7 +551,7 @@ def test_lora_on_experts_gives_the_logits_of_peft(
     inner = "up_proj" if name == "nemotron_h" else "gate_up_proj"
     target: dict[str, Any] = {"target_parameters": [f"{experts}.{inner}", f"{experts}.down_proj"]}
     target["target_modules"] = ["q_proj"] if name in ("mixtral", "gpt_oss") else ["up_proj", "down_proj"]
-    if name == "deepseek_v3":  # PEFT itself converts these to parameters, with its own ranks
+    if name == "deepseek_v3":  # PEFT itself converts these modules to parameters, and chooses their ranks
         target = {"target_modules": ["gate_proj", "up_proj", "down_proj"]}
     make_lora(model, tmp_path / "lora", seed=1, r=4, lora_alpha=8, scale=0.1, **target)
     tokens = prompt(30, seed=6)
@@ -569,7 +569,7 @@ def test_lora_on_experts_gives_the_logits_of_peft(
 def test_lora_on_experts_with_tensors_of_their_own_gives_the_logits_of_peft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Older files have two tensors for each matrix of an expert; PEFT converts them."""
+    """Older adapter files have two tensors for each matrix of each expert; PEFT converts them."""
     family, settings = MODELS["mixtral"]
     model = make_tiny_model(tmp_path, family, **{**settings, "num_hidden_layers": 2})
     generator = torch.Generator().manual_seed(1)

@@ -1,5 +1,5 @@
-"""Unusual, damaged and missing settings of config.json: a model has the logits of transformers, or is rejected with the
-setting's name.
+"""Unusual, damaged and missing settings in config.json: the model's logits equal those of transformers, or the model is
+rejected with an error that names the setting.
 
 By default a sample of the settings of each family is tested. To test all of them, set MIDSTREAM_ALL_FAMILIES=1.
 """
@@ -30,7 +30,7 @@ from tests.gpu_worker.tiny_models import SHAPE, Driver, make_runner, make_tiny_m
 FAMILIES = MODELS | OTHER_TYPES
 NUM_SETTINGS = None if os.environ.get("MIDSTREAM_ALL_FAMILIES") else 2
 JUNK: tuple[Any, ...] = ("x", "", -1, 0, 1.5, float("nan"), float("inf"), True, [], ["x"], [None], {}, {"a": 1}, 10**12)
-# Without these settings, the shapes of tensors show a mistake.
+# If one of these settings is missing, the shapes of the weights reveal the mistake, so it is not tested here.
 SHOWN_BY_WEIGHTS = ("num_key_value_heads", "attention_bias", "num_experts", "intermediate_size")
 
 
@@ -64,7 +64,7 @@ def sample(name: str, keys: list[str], count: int | None) -> list[str]:
 
 
 def effect(d: DecoderDescription) -> dict[str, object]:
-    """Return everything that affects results."""
+    """Return everything in a description that affects results, in comparable form."""
 
     def angles(rotary: Rotary | None) -> object:
         if rotary is None:
@@ -112,7 +112,7 @@ def rope(kind: str, **settings: Any) -> dict[str, Any]:
 
 
 def logits_of(folder: Path, tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """Return the logits of the last token of a prompt; the implementation is the one that a worker chooses."""
+    """Return the logits of the last token of a prompt, computed by the implementation that a worker would choose."""
     runner = make_runner(folder, kv="f32", max_sequence_length=128)
     driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
     driver.step([driver.sequence(0, tokens)], [(0, 0, len(tokens))])
@@ -132,7 +132,7 @@ ODD: list[tuple[str, dict[str, Any]]] = [
     ("llama", rope("proportional", partial_rotary_factor=0.5)),
     ("qwen3", rope("yarn", factor=None, original_max_position_embeddings=128)),
     ("gemma", {"hidden_act": "silu"}),
-    ("gemma3", {"final_logit_softcapping": 2.0}),  # only the class for text has this cap
+    ("gemma3", {"final_logit_softcapping": 2.0}),  # only the text-only class applies this cap
     ("stablelm", {"use_parallel_residual": True}),
     ("qwen2_moe", {"num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 2}),
     ("qwen3_5", {"layer_types": ["full_attention"] * 3}),
@@ -166,7 +166,7 @@ def edit(folder: Path, **settings: object) -> None:
 def test_a_head_that_differs_from_the_embedding_is_not_tied_to_it(
     has_own_head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers does the same."""
+    """As in transformers, `tie_word_embeddings` is ignored in this case."""
     make_tiny_model(tmp_path, "Llama", num_hidden_layers=1)
     tensors = load_file(tmp_path / "model.safetensors")
     if not has_own_head:
@@ -250,7 +250,7 @@ def test_positions_beyond_the_original_length_of_longrope_are_refused(tmp_path: 
 
 
 def test_rope_scaling_is_preferred_to_rope_parameters() -> None:
-    """As in transformers, which writes only one of them."""
+    """As in transformers; the files that it writes contain only one of the two."""
     _, config = config_of("llama")
     both = config | rope("default") | {"rope_scaling": {"type": "linear", "factor": 2.0}}
     (rotary, *_) = describe(both).rotary

@@ -1,4 +1,4 @@
-"""GGUF's block types in the format of the kernels, compared with the `gguf` package."""
+"""GGUF block types converted to the kernels' format, compared with the `gguf` package."""
 
 from __future__ import annotations
 

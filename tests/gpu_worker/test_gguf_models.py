@@ -1,4 +1,4 @@
-"""GGUF files of every family whose files can be read, compared with transformers. For Llama, test_embedded_model.py
+"""GGUF files of every supported family except Llama, compared with transformers; for Llama, test_embedded_model.py
 tests the embedded model.
 """
 
@@ -21,8 +21,8 @@ from midstream.model.prepare.gguf_source import lay_down
 from tests.gpu_worker.test_models import Recorder, expected_logits, prompt
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
 
-# The name in `gguf`, the class in transformers and the settings of the tiny model, by `general.architecture`. The
-# `gguf` package names Mistral's tensors as Llama's.
+# The architecture in `gguf`, the family's name in transformers and the settings of the tiny model, by
+# `general.architecture`. In the `gguf` package, Mistral has the tensor names of Llama.
 MODELS: dict[str, tuple[gguf.MODEL_ARCH, str, dict[str, Any]]] = {
     "mistral": (gguf.MODEL_ARCH.LLAMA, "Mistral", {"sliding_window": 24, "head_dim": 32}),
     "qwen2": (gguf.MODEL_ARCH.QWEN2, "Qwen2", {"tie_word_embeddings": True}),
@@ -33,8 +33,8 @@ MODELS: dict[str, tuple[gguf.MODEL_ARCH, str, dict[str, Any]]] = {
 def write_gguf(
     path: Path, architecture: str, model: torch.nn.Module, rope: Mapping[str, str | float] = MappingProxyType({})
 ) -> None:
-    """Write a model with float32 tensors and the tensor names of the `gguf` package; `rope` has settings by their
-    names there.
+    """Write a model with float32 tensors and the tensor names of the `gguf` package; `rope` contains settings, by their
+    keys in that package.
     """
     config: Any = model.config
     writer = gguf.GGUFWriter(path, architecture)
@@ -52,7 +52,7 @@ def write_gguf(
             writer.add_string(key, value)
         else:
             (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
-    if architecture != "qwen2":  # as in llama.cpp, the sizes of its heads follow from the hidden size
+    if architecture != "qwen2":  # as in llama.cpp, Qwen2's head size follows from the hidden size
         writer.add_key_length(config.head_dim)
     if architecture == "mistral":
         writer.add_sliding_window(config.sliding_window)
@@ -108,14 +108,14 @@ YARN_KEYS: dict[str, str | float] = {
     [
         ({Keys.Rope.SCALING_TYPE: "linear", Keys.Rope.SCALING_FACTOR: 4.0}, LINEAR),
         ({Keys.Rope.SCALING_FACTOR: 4.0}, LINEAR),
-        # The name in older files, which the package no longer has.
+        # The key in older files, which the package no longer defines.
         ({"{arch}.rope.scale_linear": 4.0}, LINEAR),
         ({Keys.Rope.SCALING_TYPE: "none", Keys.Rope.SCALING_FACTOR: 4.0}, {}),
         ({Keys.Rope.DIMENSION_COUNT: 16, Keys.Rope.SCALING_ATTN_FACTOR: 1.0}, {}),
         (YARN_KEYS, YARN),
         ({**YARN_KEYS, Keys.Rope.SCALING_YARN_BETA_FAST: 8.0, Keys.Rope.SCALING_YARN_BETA_SLOW: 4.0},
          {**YARN, "beta_fast": 8.0, "beta_slow": 4.0}),
-        # A multiple of the factor that follows from the scale, or the factor itself.
+        # The first key multiplies the factor that follows from the scale; the second key sets the factor itself.
         ({**YARN_KEYS, Keys.Rope.SCALING_ATTN_FACTOR: 1.5},
          {**YARN, "attention_factor": 1.5 * (0.1 * math.log(4) + 1)}),
         ({**YARN_KEYS, Keys.Rope.SCALING_YARN_ATTN_FACTOR: 1.5}, {**YARN, "attention_factor": 1.5}),

@@ -32,7 +32,9 @@ CPU = torch.device("cpu")
 
 
 class Graph:
-    """A graph that contains operations of a communicator. It is part of a cycle, so only the collector frees it."""
+    """A graph that contains operations of a communicator. It is part of a reference cycle, so only the garbage
+    collector frees it.
+    """
 
     def __init__(self, run: Callable[[], object]) -> None:
         self._run, self._self = run, self
@@ -42,8 +44,8 @@ class Graph:
 
 
 class Communicator:
-    """A stand-in for NCCL's communicator. NCCL hangs on exit while graphs with its operations exist; this one raises an
-    error, also if the device may still use them.
+    """A stand-in for NCCL's communicator. NCCL hangs on exit while graphs with its operations exist; the stand-in
+    raises an error instead, and also if the device might still use such graphs.
     """
 
     def __init__(self) -> None:

@@ -97,7 +97,7 @@ class Machine:
         return self.rows.tokens[row, 3 : self.rows.lengths[row]].tolist()  # type: ignore[no-any-return]
 
     def run(self, rows: list[int], num_tokens: int = 60) -> None:
-        """Run until each row has its end id or has this many tokens."""
+        """Run until each row has ended, for at most `num_tokens` steps."""
         for _ in range(num_tokens):
             left = [row for row in rows if not self.has_ended(row)]
             if not left:
@@ -191,7 +191,7 @@ def test_a_guide_over_which_the_process_dies_is_refused_alone(
     assert isinstance(errors[0], InvalidArgumentError)
     assert errors[0].field == "guided_decoding.guide"
     assert len(machine.output(1)) == len(machine.output(2)) == 1
-    # The guide was the only one in process at the end, so it is not retried.
+    # The last attempt contained only this guide, which is therefore refused without another attempt.
     assert asked[-1] == {deadly.text} or {deadly.text} in asked
     count = sum(deadly.text in texts for texts in asked)
     machine.add(3, deadly, seed=4)
@@ -208,7 +208,7 @@ def test_a_custom_end_token_is_possible_only_after_the_guide_is_complete(
         assert machine.step([0]) == {}
         assert len(machine.output(0)) < 20
     check(GUIDES[1], tokenizer.decode(machine.output(0)[:-1]))
-    # A constraint that bans the end id is dropped if no other token is allowed.
+    # If only the end id is allowed, a constraint that bans it, here min_tokens, is dropped.
     machine.add(1, GUIDES[2], seed=61, min_tokens=6)
     for _ in range(6):
         assert machine.step([1]) == {}
@@ -232,7 +232,7 @@ def test_a_guide_that_is_being_compiled_delays_no_other_request(server: child.Gr
     """One of two guides takes a second to compile; the mask of the other guide is available at once."""
     slow = opened(0, "json_schema", json.dumps({"enum": [f"value {i}" for i in range(20_000)]}))
     states, masks = server.masks([slow, opened(1, "regex", "quick")])
-    while states[1] == WAITING:  # a slow machine may need several attempts
+    while states[1] == WAITING:  # on a slow machine, several attempts may be necessary
         states, masks = server.masks([{"row": 1, "is_sampled": True, "tokens": []} | {"row": row} for row in (0, 1)])
     assert states[1] == READY
     assert len(masks) == states.count(READY) * 49_152 // 8

@@ -1,4 +1,4 @@
-"""Encoded images against transformers' own models and processors."""
+"""Encoded images, compared with transformers' own models and processors."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_what_is_no_image_is_refused(files: ImageFiles, data: bytes, reason: str
 def test_an_image_that_exceeds_a_limit_is_refused_and_harms_no_other(
     limit: str, value: float, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The child process gets a smaller limit, or a decoder that crashes on large images."""
+    """The child process has a smaller limit, or a decoder that crashes on large images."""
     large, small = picture(2048, 2048, kind="JPEG")[1], picture(9, 9)[1]
     code = "import ctypes, sys\nfrom gpu_worker.models import image_file_reader as reader\n"
     if limit:
@@ -167,7 +167,7 @@ reader.main()
 def test_a_file_that_takes_over_its_reader_affects_no_other_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its output must not become the result of another file, and it must not see another file."""
+    """A process that a hostile file controls must neither see another file nor produce the result for another file."""
     image, data = picture(9, 7)
     _replace_reader(_HOSTILE_READER, tmp_path, monkeypatch)
     with closing(ImageFiles()) as files:

@@ -1,4 +1,4 @@
-"""Rows and steps, with values computed by hand."""
+"""The rows of a batch and the inputs of steps, with expected values computed by hand."""
 
 from __future__ import annotations
 

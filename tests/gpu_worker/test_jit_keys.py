@@ -79,7 +79,7 @@ def test_keys_do_not_depend_on_numbers_of_rows_or_on_places_in_a_buffer(monkeypa
     weight, norm, angles = torch.zeros(96, 64), torch.ones(64), torch.zeros(48, 8)
     arena, table = torch.zeros(4096), torch.zeros(4, 2, dtype=torch.int64)
     for place, num_rows in ((0, 1), (1, 2), (2, 16), (3, 17), (4, 48)):
-        # As in the inputs of a graph, arrays start anywhere in one buffer.
+        # As in the inputs of a graph, arrays start at arbitrary offsets in one buffer.
         numbers = torch.zeros(10 * num_rows + place, dtype=torch.int32)[place:]
         slots, starts, lens = numbers[:num_rows], numbers[num_rows : 2 * num_rows + 1], numbers[-num_rows:]
         tables = numbers[2 * num_rows : 6 * num_rows].view(num_rows, 4)
@@ -105,7 +105,8 @@ def test_keys_do_not_depend_on_numbers_of_rows_or_on_places_in_a_buffer(monkeypa
         operations.rotate_and_store(q, k, v, cos, sin, keys_cache, values_cache, slots)
         operations.add_lora(torch.zeros(num_rows, 96), x, arena, table, slots, 8)
     names = [name for name, _ in keys.seen]
-    # Attention for prompts, with its splits, and for single queries; and the other operations in the order above.
+    # Attention for prompts, the combination of its splits, and attention for single queries; then the other operations,
+    # in the order above.
     attention = ["attend", "combine", "decode"]
     others = ["_norm", "_activate", "_linear", "_rotate_and_store", "_shrink", "_expand"]
     assert sorted(names) == sorted(attention + others)

@@ -57,7 +57,7 @@ def leave_pool(folder: Path, kind: str = "kind") -> None:
 
 
 def heir_of(folder: Path) -> tuple[KvStore, PoolMemory]:
-    """Return a store in this process, whose pool has another size."""
+    """Return a store in this process and its pool, which has another size than that of the worker."""
     store = KvStore(folder, "kind", NUM_LAYERS)
     memory = store.make_pool(4, BLOCK_BYTES)
     assert memory is not None
@@ -65,7 +65,7 @@ def heir_of(folder: Path) -> tuple[KvStore, PoolMemory]:
 
 
 def fetch(store: KvStore, memory: PoolMemory, *wanted: int) -> list[int]:
-    """Fetch hashes into blocks 0, 1, ...; return the hashes that were not found."""
+    """Fetch the blocks with these hashes into blocks 0, 1, ...; return the blocks whose hashes were not found."""
     hashes = np.array([2**63 + block for block in wanted], dtype=np.uint64)
     return [int(block) for block in store.fetch(hashes, np.arange(len(wanted), dtype=np.int32), memory)]
 
@@ -177,9 +177,9 @@ def test_corrupt_blocks_of_a_dead_worker_are_counted_and_not_used(tmp_path: Path
     (left,) = tmp_path.iterdir()
     store, memory = heir_of(tmp_path)
     whole, rng = left.read_bytes(), random.Random(5)
-    page, layer = 4096, 8 * BLOCK_BYTES  # the hashes and the seals take a page each; a layer has 8 blocks
+    page, layer = 4096, 8 * BLOCK_BYTES  # the hashes and the seals take one page each; each layer has 8 blocks
     for number in range(NUM_CORRUPTIONS):
-        # A bit of block 5, or of its checksum; or the contents of block 1, as if it had been written over this block.
+        # Flip a bit of block 5 or of its checksum, or copy block 1 over it.
         places = [2 * page + part * layer + 5 * BLOCK_BYTES for part in range(2 * NUM_LAYERS)]
         spoiled = bytearray(whole)
         match number % 3:

@@ -58,7 +58,7 @@ def store_all(folder: Path, memory: PoolMemory) -> None:
 
 
 def fetch(folder: Path, memory: PoolMemory, hashes: list[int]) -> list[int]:
-    """Fetch hashes into blocks 0, 1, ...; return the hashes that were not found."""
+    """Fetch the blocks with these hashes into blocks 0, 1, ...; return the blocks whose hashes were not found."""
     tiers = KvTiers([tier(folder)], "store", memory)
     missing = tiers.fetch(np.array(hashes, dtype=np.uint64), np.arange(len(hashes), dtype=np.int32))
     tiers.close()
@@ -105,7 +105,7 @@ def test_kinds_never_share_a_block(tmp_path: Path) -> None:
     mine, other = tier(tmp_path / "tier", kind="one model"), tier(tmp_path / "tier", kind="another model")
     assert mine.put(7, block(7))
     assert other.get(7) is None
-    # This holds even if a file is moved by hand.
+    # The block is not found either if its file is moved manually.
     (file,) = files(tmp_path)
     (folder,) = [path for path in (tmp_path / "tier").iterdir() if path != file.parent]
     file.rename(folder / file.name)
@@ -203,7 +203,7 @@ def test_blocks_above_the_limit_are_evicted_even_if_none_is_stored_afterwards(tm
         assert other.put(10 * value, block(10 * value))
     one.scan()
     assert len(files(tmp_path)) == 3
-    tier(tmp_path / "tier", num_blocks=2)  # a worker with a lower limit
+    tier(tmp_path / "tier", num_blocks=2)  # a worker with a lower limit removes a block
     assert len(files(tmp_path)) == 2
 
 
@@ -286,13 +286,13 @@ def test_blocks_above_the_rate_of_a_tier_are_stored_later(tmp_path: Path) -> Non
 
 
 def test_delayed_blocks_are_stored_before_later_ones(tmp_path: Path) -> None:
-    """Otherwise, under a write limit, new blocks would always be stored before those that have waited."""
+    """Otherwise, new blocks would always be stored before those that a write limit has delayed."""
     disk = TierFolder("disk", tmp_path / "disk", "kind", BLOCK_BYTES, 100 * FILE_BYTES, max_bytes_per_s=1)
     new = [(number, 100 + number) for number in range(4, NUM_BLOCKS)]
 
     def seal(block: int, value: int, _: np.ndarray) -> None:
-        """Whenever the newest block is sealed, offer another one and let one block be written; at the end, let all be
-        written.
+        """When the newest block is sealed, offer another one and permit one write; when no more are left, permit all
+        writes.
         """
         if new and block == new[0][0] - 1:
             tiers.offer([new.pop(0)])
@@ -375,7 +375,7 @@ def test_a_slow_disk_delays_a_step_no_more_than_one_that_does_not_answer(
 
 
 def test_a_computed_block_that_is_stored_is_reported_again(tmp_path: Path) -> None:
-    """The scheduler forgets a block that a step did not get in time, although it is still stored."""
+    """If a step did not get a block in time, the scheduler forgets the block, although it is still stored."""
     memory = pool()
     store_all(tmp_path / "tier", memory)
     tiers = KvTiers([tier(tmp_path / "tier")], "store", memory)
@@ -399,7 +399,7 @@ def test_a_computed_block_that_another_worker_has_evicted_is_stored_again(tmp_pa
 
 
 def test_a_tier_leaves_the_space_that_pools_need(tmp_path: Path) -> None:
-    """Pools in the same memory take up space when they are written, and the worker would be killed without it."""
+    """Memory for pools is allocated when they are written; if the tier took all of it, the worker would be killed."""
     used = tmp_path / "tier"
     folder = TierFolder(
         "host",
@@ -429,7 +429,7 @@ def test_files_that_are_not_blocks_are_ignored(tmp_path: Path) -> None:
 
 
 def test_kinds_that_are_not_in_use_are_removed(tmp_path: Path) -> None:
-    """In host memory they are removed sooner, because each upgrade leaves a kind there."""
+    """In host memory, they are removed sooner than on disk, because each upgrade leaves blocks of an old kind."""
     old = tier(tmp_path / "tier", kind="old")
     old.put(1, block(1))
     hour_ago = time.time() - 3600
@@ -456,7 +456,7 @@ def test_a_tier_is_used_again_after_its_folder_was_removed(tmp_path: Path) -> No
 
 
 def test_a_folder_that_others_can_access_later_is_no_longer_used(tmp_path: Path) -> None:
-    """They could have written blocks with valid checksums."""
+    """Other users could have written blocks with valid checksums."""
     folder = tier(tmp_path / "tier")
     folder.put(1, block(1))
     folder.take_news()

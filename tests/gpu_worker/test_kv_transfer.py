@@ -31,7 +31,7 @@ def new_pool(num_blocks: int = 8) -> PoolMemory:
 
 
 def fill(pool: PoolMemory) -> None:
-    """Fill blocks 3, 2, 1 and 0 with HASHES."""
+    """Fill a pool with random data, and give blocks 3, 2, 1 and 0 the HASHES."""
     rng = np.random.default_rng(3)
     for part in (pool.keys, pool.values):
         part[:] = rng.integers(0, 256, part.shape)
@@ -46,7 +46,9 @@ def outcome(fetcher: BlockFetcher, hashes: Sequence[int], source: BlockSource | 
 
 
 def adopted(fetcher: BlockFetcher, pool: PoolMemory) -> tuple[PoolMemory, list[int]]:
-    """Return a pool whose blocks 0 to 3 were filled by HASHES, and the hashes that were not found."""
+    """Take the fetched blocks with HASHES into blocks 0 to 3 of a new pool; return the pool, and the blocks whose
+    hashes were not found. Check the contents of the others.
+    """
     mine = new_pool()
     missing = fetcher.take(np.array(HASHES, dtype=np.uint64), np.arange(4, dtype=np.int32), mine)
     for place in set(range(4)) - set(missing.tolist()):

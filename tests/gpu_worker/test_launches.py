@@ -80,7 +80,7 @@ def cache_for(description: DecoderDescription) -> KvCache:
 
 
 def first_tokens(token_ids: list[int]) -> ForwardInputs:
-    """Return a decode step of sequences of one token."""
+    """Return the inputs of a decode step for sequences of one token each."""
     rows = torch.arange(len(token_ids), dtype=torch.int32)
     return ForwardInputs(
         token_ids=torch.tensor(token_ids, dtype=torch.int32),
@@ -129,7 +129,7 @@ def test_only_adapters_of_experts_add_launches_to_experts(
     decoder, description = load(tmp_path, "Qwen3Moe", **EXPERTS)
     inputs = first_tokens([5, 6])
     attention = ATTENTION.copy()
-    # The experts' gates, ups and activation are one launch.
+    # The experts' gate and up projections and the activation are one launch.
     experts = ["linear", "grouped_linear", "grouped_linear", "weighted_sum"]
     if of_experts is not None:
         placed = decoder.place_adapter(adapter(description, of_experts=of_experts))

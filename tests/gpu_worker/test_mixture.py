@@ -1,5 +1,5 @@
-"""Many requests to the embedded model with random features: the output of each is bit-identical to that of the request
-alone.
+"""Many requests to the embedded model with random features: each output is bit-identical to that of the request when it
+runs alone.
 
 MIDSTREAM_MIXTURE=100 pytest tests/gpu_worker/test_mixture.py runs more requests. MIDSTREAM_ALL_PLACES=1 pytest
 tests/gpu_worker/test_mixture.py -k tiers runs them with all combinations of tiers and roles.
@@ -144,7 +144,7 @@ SMALL_BLOCK = 4  # most prompts have several full blocks
 
 
 def place_settings(folder: Path, tiers: str, layout: str, number: int) -> dict[str, Any]:
-    """Return the settings of worker `number` for its role and its tiers, which the workers of a host share."""
+    """Return the settings of worker `number` for its role and its tiers; workers on the same host share the tiers."""
     host = folder / (f"host{number}" if layout == "apart on two hosts" else "host")
     settings: dict[str, Any] = {"tokens_per_block": SMALL_BLOCK}
     if layout != "together":
@@ -162,7 +162,7 @@ def place_settings(folder: Path, tiers: str, layout: str, number: int) -> dict[s
 def workers(
     runner: ModelRunner, folders: list[Path], tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[list[ModelRunner]]:
-    """Return two workers with the tiers and the layout that are the test's parameter."""
+    """Return two workers with the tiers and the layout in the test's parameters."""
     tiers, layout = request.param
     with contextlib.ExitStack() as stack:
         made = []

@@ -31,7 +31,9 @@ TOLERANCE = 2e-4
 
 
 class Recorder:
-    """Records the logits of each forward pass, and checks that tokens chosen without logits are their argmax."""
+    """Records the logits of each forward pass, and checks that tokens that the CPU kernels choose greedily are the
+    argmax of the logits.
+    """
 
     def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         self.logits: list[Tensor] = []

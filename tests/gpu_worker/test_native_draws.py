@@ -34,7 +34,7 @@ sampling_params = st.builds(
 
 
 def make_rows(params: list[SamplingParams], vocab_size: int) -> Rows:
-    """Return rows of sequences with different indices and lengths."""
+    """Return rows whose sequences have different indices and lengths."""
     rows = Rows(len(params), 16, 16, 4, vocab_size)
     for i, sampling in enumerate(params):
         tokens = np.zeros(i % 7 + 1, dtype=np.int32)
@@ -46,7 +46,7 @@ def make_rows(params: list[SamplingParams], vocab_size: int) -> Rows:
 
 
 def exact_draw(logits: Tensor, params: SamplingParams, number: float) -> int:
-    """Return the token by definition, computed with sums of fractions over sorted weights."""
+    """Return the token according to the definition of a draw, computed with exact fractions over sorted weights."""
     if params.temperature == 0:
         return int(logits.argmax())
     temperature = torch.tensor([max(params.temperature, MIN_TEMPERATURE)])
@@ -125,7 +125,9 @@ def test_weights_are_exponentials_whose_float64_sums_are_exact(num_tokens: int) 
 
 
 def test_draws_take_their_share_of_seeds() -> None:
-    """The probabilities are 0.5, 0.3 and 0.2; counts of 10,000 draws must be within five standard deviations."""
+    """The probabilities are 0.5, 0.3 and 0.2; the counts in 10,000 draws must be within five standard deviations of
+    them.
+    """
     logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
     draws = empty_draws(10_000)
     draws["seed"], draws["temperature"], draws["top_p"] = np.arange(10_000), 1, 1

@@ -1,4 +1,4 @@
-"""Neither recording CUDA graphs nor sampling after them reads from the device or mixes devices.
+"""Neither the recording of CUDA graphs nor the sampling after a graph reads values from the device or mixes devices.
 
 Tensors of the `meta` device stand in for a GPU's: they have no values, so anything that reads one (`item`, `tolist`,
 `nonzero`, a condition) raises. So does an operation of a graph that mixes them with CPU tensors.
@@ -223,6 +223,6 @@ def test_sampling_with_features_reads_nothing_from_the_device() -> None:
     constraints = Constraints({1: np.full(7, 255, dtype=np.uint8)})
     chosen = Sampler(rows).choose(torch.empty(2, 50, device=META), ints([0, 1]), constraints)
     assert chosen.values.device == META
-    # There is one token per row, and for log probabilities the token's own value and rank, and three top tokens with
-    # their values.
+    # Each row has its token and, for log probabilities, the token's own value and rank, and three top tokens with their
+    # values.
     assert chosen.values.shape == (2 + 2 * (2 + 2 * 3),)

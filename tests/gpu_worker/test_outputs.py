@@ -92,7 +92,8 @@ def test_they_equal_transformers(tiny_folder: Path, runner: ModelRunner) -> None
     found = joined(outputs)
     ids = {name: values for name, values in found.items() if name.endswith("ids")}
     assert found.keys() - ids.keys() == expected.keys()
-    # Equal logits may swap order by rounding, so tokens are identified by their values.
+    # Rounding may change the order of equal logits, so the logits of the reported tokens are compared instead of their
+    # ids.
     for name, rows in (("context_topk_logits.5", prompt), ("topk_logits.5", output)):
         assert ids[f"{name}.ids"].dtype == np.int32
         by_id = logits[rows].gather(1, torch.from_numpy(ids[f"{name}.ids"]).long())

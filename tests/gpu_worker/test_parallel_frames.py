@@ -30,7 +30,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 class Reader:
-    """Reads frames in a thread while it is allowed to."""
+    """Reads frames in a thread as soon as `may_read` is set."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()

@@ -28,7 +28,7 @@ from tests.gpu_worker.tiny_models import SHAPE, Driver, ints, make_runner, make_
 VOCAB = SHAPE["vocab_size"]
 # Logits are about 10, where float32 values are 1e-6 apart; partial sums are rounded in another order.
 TOLERANCE = 1e-5
-# These sizes may not divide evenly: heads, KV heads, features, vocabulary and layers.
+# In these models, the heads, KV heads, features, vocabulary or layers cannot be divided evenly among the ranks.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "one_kv_head": (
         "Mistral",
@@ -148,8 +148,8 @@ def test_a_group_runs_ahead_with_the_same_tokens(pool: RankPool, tiny_folder: Pa
 def test_the_stages_compute_micro_batches_at_the_same_time_with_the_same_tokens(
     pool: RankPool, tiny_folder: Path, grid: tuple[int, int], kernels: str
 ) -> None:
-    """There are greedy and drawn sequences, beams, penalties, drafts and reports, and too few blocks for all. The
-    scheduler's connection is lost once, while passes are open.
+    """The requests have greedy and random sampling, beams, penalties, drafts and reported outputs, and there are too
+    few blocks for all of them. The scheduler's connection is lost once, while passes are open.
     """
     made = requests() + reporting()
     wanted = CoreWithRunners(make_runner(tiny_folder, kernels=kernels), end_ids=(2,)).run(made)
@@ -164,7 +164,7 @@ def test_the_stages_compute_micro_batches_at_the_same_time_with_the_same_tokens(
             system.run(())
         assert system.core.totals.num_preemptions > 0
         assert runner.num_micro_batches == grid[1]
-    # Most passes began before the previous one had ended.
+    # Most passes begin before the previous one has ended.
     assert max(open_passes) == grid[1]
     assert sum(num > 1 for num in open_passes) > len(open_passes) / 2
     for one, other in zip(found, wanted, strict=True):
@@ -174,7 +174,7 @@ def test_the_stages_compute_micro_batches_at_the_same_time_with_the_same_tokens(
 
 
 def reporting() -> list[pb.GenerateRequest]:
-    """Return requests of several lengths, most of which report log probabilities, logits and hidden states."""
+    """Return requests of several lengths that report log probabilities; one of them also reports context logits."""
     return [
         pb.GenerateRequest(
             request_id=f"reports {number}",
@@ -188,7 +188,7 @@ def reporting() -> list[pb.GenerateRequest]:
 
 
 def note_open_passes(runner: ModelRunner, patch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that receives the number of open passes after the beginning of each."""
+    """Return a list that receives the number of open passes each time that a pass begins."""
     counts: list[int] = []
     decoder: Any = runner.model.decoder
     begin = decoder.begin
@@ -258,7 +258,7 @@ def test_post_processors_run_on_both_ranks_of_a_stage_or_on_rank_0(
         replicate_post_processors=is_replicated,
     ) as runner:
         made = CoreWithRunners(runner, ()).run(requests)
-    # Rank 0 chooses the token after the last one; rank 1 would choose the one after that.
+    # Rank 0 chooses the previous token plus 1; rank 1 would choose the previous token plus 2.
     assert [outputs(request)[0] for request in made] == [
         [(request.token_ids.values[-1] + 1 + place) % VOCAB for place in range(4)] for request in requests
     ]
@@ -271,7 +271,7 @@ def test_post_processors_run_on_both_ranks_of_a_stage_or_on_rank_0(
 
 @pytest.fixture(scope="module")
 def runners(pool: RankPool, adapted: Path) -> Iterator[tuple[ModelRunner, ModelRunner]]:
-    """Return runners with one rank and with four, both with a draft model and a small adapter cache."""
+    """Return a runner with one rank and one with four, both with a draft model and a small adapter cache."""
     settings = {"kernels": "torch", "draft_model": str(adapted / "model"), "lora_num_device_module_layer": 200}
     with ExitStack() as stack:
         yield (

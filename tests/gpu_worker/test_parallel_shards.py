@@ -1,5 +1,5 @@
-"""Sharding of weights: the ranks hold each part exactly once, and hold queries together with the keys that they attend
-to.
+"""Sharding of weights: each part is on exactly one rank, and query heads are on the same rank as the KV heads that they
+use.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_the_first_stage_has_fewer_layers_because_it_has_the_head(embedded: Deco
     """The head's 49,152 * 576 multiplications cost as much as 8 layers of 576 * (576 + 576 + 384 + 3 * 1,536)."""
     assert stage_layers(embedded, 2) == [range(11), range(11, 30)]
     assert stage_layers(embedded, 3) == [range(4), range(4, 17), range(17, 30)]
-    # Every stage has a layer.
+    # Every stage has at least one layer.
     assert list(map(len, stage_layers(embedded, 30))) == [1] * 30
 
 

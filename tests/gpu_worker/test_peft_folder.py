@@ -142,7 +142,7 @@ def test_adapter_settings_that_are_not_supported_are_named(
 
 
 def test_a_regular_expression_is_not_run(tmp_path: Path, description: DecoderDescription) -> None:
-    endless = r"((\w|\.)*)*!"  # matching a path would take years
+    endless = r"((\w|\.)*)*!"  # matching a module path against it would take years
     for name in ("target_modules", "exclude_modules"):
         folder = write(tmp_path / name, {**CONFIG, name: endless}, good_tensors())
         assert [sorted(pairs) for pairs in read(folder, description).layers] == [["q"]] * 3

@@ -41,7 +41,7 @@ def runner(request: pytest.FixtureRequest, model_folder: tuple[torch.nn.Module, 
 
 
 def expected(model_folder: tuple[torch.nn.Module, Path], tokens: list[int]) -> Tensor:
-    """Return PEFT's logits for the real tokens, which follow the virtual tokens."""
+    """Return PEFT's logits for the real tokens, without those for the virtual tokens before them."""
     model, folder = model_folder
     with adapted(model, folder / "soft") as made, torch.no_grad():
         logits: Tensor = made(torch.tensor([tokens]), attention_mask=torch.ones(1, len(tokens))).logits[0]
@@ -90,7 +90,8 @@ def test_embeddings_are_scaled_where_transformers_scales_them(
     with torch.no_grad():
         wanted = [expected((model, tmp_path), tokens)[-1], model(inputs_embeds=table[None]).logits[0, -1]]
     for row, logits in enumerate(wanted):
-        # transformers scales only what it embeds itself for Falcon-H1, so PEFT does not even scale the real tokens.
+        # For Falcon-H1, transformers scales only tokens that it embeds itself; PEFT embeds them, so not even the real
+        # tokens are scaled.
         if row or name != "falcon_h1":
             error = float((recorder.logits[0][row] - logits).abs().max())
             assert error <= TOLERANCE * max(1.0, float(logits.abs().max())), row
@@ -188,4 +189,4 @@ def test_a_step_does_not_wait_for_a_lost_table() -> None:
     step = messages.complete(Step(new_sequences=(new,)))
     assert step is not None
     assert step.new_sequences[0].prompt_table is not None
-    assert messages.complete(Step(new_sequences=(new,))) is None  # applies only to that step
+    assert messages.complete(Step(new_sequences=(new,))) is None  # the table applied only to the previous step

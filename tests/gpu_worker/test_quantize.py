@@ -32,7 +32,7 @@ from tests.gpu_worker.vision_model import image_processor, make_vision_model, pi
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 def test_the_library_reads_what_we_write(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiny_model(tmp_path / "source", "Qwen2")
-    monkeypatch.setattr(quantize, "_SHARD_BYTES", 20_000)  # so that there are several files
+    monkeypatch.setattr(quantize, "_SHARD_BYTES", 20_000)  # so that the checkpoint has several files
     assert quantize_folder(open_model_folder(str(tmp_path / "source")), tmp_path / "made", weights) == 3 * 7
     made = open_model_folder(str(tmp_path / "made"))
     assert len(made.weight_files) > 1
@@ -63,7 +63,9 @@ def test_the_library_reads_what_we_write(weights: str, tmp_path: Path, monkeypat
 def test_position_tables_and_transposed_matrices_are_left_alone(
     weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GPT-2 stores all matrices of its layers as [inputs, outputs], so rows and groups would be those of inputs."""
+    """GPT-2 stores the matrices of its layers as [inputs, outputs], so a row would be an input, and a group would
+    consist of outputs.
+    """
     model = make_tiny_model(tmp_path / "source", "GPT2")
     assert quantize_folder(open_model_folder(str(tmp_path / "source")), tmp_path / "made", weights) == 0
     runner, tokens = make_runner(tmp_path / "made", kv="f32", activations="f32"), prompt(30, seed=1)

@@ -58,7 +58,8 @@ def test_logits_are_near_those_over_a_cache_in_the_compute_type(monkeypatch: pyt
     assert (rounded - exact).norm() < exact.norm() / 16
     monkeypatch.setattr(dispatch, "triton", operations, raising=False)
     monkeypatch.setattr(dispatch, "_takes_triton", lambda x: True)
-    # A value between two float8 values may be rounded the other way if an earlier product was rounded differently.
+    # A value halfway between two float8 values may be rounded in the other direction if an earlier product was rounded
+    # differently.
     assert (logits(FLOAT8) - exact).norm() < exact.norm() / 16
 
 

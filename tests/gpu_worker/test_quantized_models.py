@@ -58,7 +58,7 @@ def test_every_scheme_stands_for_what_its_definition_says(name: str, tmp_path: P
     block = {"block": [128, 128]} if name == "fp8-blocks" else {}
     found = SafetensorsFiles([file], Scheme(settings["quant_method"], {**settings, **block})).matrix("a.weight")
     assert found.format == FORMATS[name]
-    # The product of a scale and a level is rounded once, and the contribution of the zero point once more.
+    # The product of the scale and the level is rounded, and the contribution of the zero point is rounded once more.
     error = (found.dense().double() - expected.double()).abs()
     assert bool((error <= 3e-7 * expected.double().abs() + 3e-7 * float(weight.abs().max())).all())
 
@@ -75,13 +75,13 @@ def test_blocks_may_end_before_their_last_row_and_column(shape: tuple[int, int],
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[torch.nn.Module, Path]]:
-    """Create tiny models, by scheme name."""
+    """Return a function that creates a tiny model with a quantization scheme, once per scheme."""
     made: dict[str, tuple[torch.nn.Module, Path]] = {}
 
     def make(name: str) -> tuple[torch.nn.Module, Path]:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            # Alternate between Mistral, which has no biases and tied heads here, and Qwen2, which has biases.
+            # Alternate between Mistral, which has tied heads and no biases here, and Qwen2, which has biases.
             family = "Qwen2" if len(made) % 2 else "Mistral"
             model = make_tiny_model(folder, family, **SIZES, tie_word_embeddings=family == "Mistral")
             quantize_model(folder, model, name)
@@ -113,7 +113,7 @@ def test_logits_are_those_of_the_values(
     for settings in ({"activations": "f32", "kv": "f32"}, {}):
         tokens, logits = logits_of(folder, monkeypatch, kernels="native", **settings)
         wanted = expected_logits(model, tokens)[39:42]
-        # With the default 16-bit activations and cache, the results are about as accurate as these.
+        # With the default settings, 16-bit activations and cache, the results are less accurate.
         assert float((logits - wanted).abs().max()) <= (TOLERANCE if settings else 1e-3) * float(wanted.abs().max())
 
 
@@ -143,8 +143,8 @@ def test_adapters_add_to_parts_of_other_orders(
 
 
 def test_experts_of_gpt_oss_are_computed_as_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tensor contains the codes of all experts and one their exponents, with gate and up interleaved. The reference
-    is transformers.
+    """One tensor contains the codes of all experts and another their exponents, with gate and up interleaved. The
+    reference is transformers.
     """
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 24}
     model = make_tiny_model(tmp_path, "GptOss", hidden_size=64, intermediate_size=96, num_hidden_layers=2, **experts)
@@ -251,7 +251,7 @@ def declare(folder: Path, settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("form", "num_bits"), [("pack-quantized", 4), ("int-quantized", 8)])
 def test_groups_that_do_not_divide_the_columns_are_refused(form: str, num_bits: int, tmp_path: Path) -> None:
-    """As in compressed-tensors, two groups of 128 for 192 columns are not read as groups of 96."""
+    """As in compressed-tensors, two scales with a group size of 128 for 192 columns are not read as groups of 96."""
     args = QuantizationArgs(num_bits=num_bits, type="int", strategy="group", group_size=128)
     levels, scale = torch.randint(-8, 8, (64, 192), dtype=torch.int8), torch.rand(64, 2)
     with pytest.raises(ValueError, match="group_size 128 but got 192"):

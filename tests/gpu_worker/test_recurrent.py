@@ -28,7 +28,7 @@ NUM_REQUESTS, MAX_TOKENS = 12, 24
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Create transformers' model and its folder once per family."""
+    """Return a function that creates transformers' model and its folder, once per family."""
 
     @cache
     def make(name: str) -> tuple[Any, Path]:
@@ -122,8 +122,8 @@ def test_a_prefix_hit_ends_at_a_stored_state(folders: Any) -> None:
 
 
 def test_without_attention_blocks_are_given_back(folders: Any) -> None:
-    """A Mamba 2 sequence holds only the blocks of its last tokens, so two sequences can run, but only one of them can
-    restart.
+    """A sequence of Mamba 2 holds only the blocks of its last tokens, so two sequences can run at the same time, but
+    only one of them could restart after a preemption.
     """
     system = CoreWithRunners(make_runner(folders("mamba2")[1], max_batch_size=2), (), num_blocks=14)
     made = [

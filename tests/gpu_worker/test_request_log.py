@@ -31,7 +31,7 @@ def test_a_sequence_that_fails_is_logged_once_and_one_that_is_retried_only_for_d
     with caplog.at_level(logging.INFO):
         log.note(added(0, "retried"))
         log.note_failures(output((0, UnavailableError("is not ready"))))
-        log.note_failures(output((0, wrong)))  # a consequence of the first failure, in the following step
+        log.note_failures(output((0, wrong)))  # in the next step, as a consequence of the first failure
         log.note(added(0, "failed"))
         log.note_failures(output((0, wrong)))
         log.note_failures(output((0, wrong)))

@@ -215,7 +215,7 @@ def test_a_step_starts_before_the_last_ones_tokens_are_read(
     run_ahead(runner, [first, Step(generation_rows=ints([0, 1])), Step(repeat_generation=True)])
     assert journal.events == [
         ("forward", [5, 6, 7, 8, 9]),
-        ("forward", [-1, -2]),  # the first and second token of the previous step
+        ("forward", [-1, -2]),  # the placeholders of the first and second token of the previous step
         ("read", 1),
         ("forward", [-1, -2]),
         ("read", 2),
@@ -224,7 +224,7 @@ def test_a_step_starts_before_the_last_ones_tokens_are_read(
 
 
 class MasksByLastToken:
-    """A stand-in for the grammar process: a row may sample the third of all tokens that its last token selects."""
+    """A stand-in for the grammar process: a row's last token determines which third of all tokens is allowed next."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows, self._asked = rows, list[int]()
@@ -272,8 +272,8 @@ def test_a_row_with_any_of_these_features_leaves_its_neighbours_step_in_flight(
     journal = Journal(runner, monkeypatch)
     runner.clear()
     launched = [runner.launch(step) for step in steps[:2]]
-    # The pass of the second step started before the tokens of the first step were read; its own tokens are not read
-    # yet.
+    # The forward pass of the second step started before the tokens of the first step were read; the tokens of the
+    # second step have not been read yet.
     assert [kind for kind, _ in journal.events] == ["forward", "forward", "read"]
     assert launched[1].output is None
     launched += [runner.launch(step) for step in steps[2:]]
@@ -294,7 +294,7 @@ def sample_on_host(
     positions: Tensor,
     **limits: bool,
 ) -> Tensor:
-    """Draw as the kernel does, with the worker's own operations."""
+    """Stand in for the sampling kernel, with the worker's own sampling functions."""
     found = weights(logits, temperature.clamp(min=MIN_TEMPERATURE))
     least = torch.maximum(min_p[:, None], threshold(found, top_k.numpy(), top_p.numpy()))
     numbers = uniforms(seeds.numpy().view(np.uint64), sequence_indices.numpy(), positions.numpy())
@@ -391,7 +391,7 @@ def test_a_draft_model_proposes_the_same_with_and_without_graphs(tiny_folder: Pa
             assert runner._draft is not None
             graphs = runner._draft.decoder
             assert isinstance(graphs, GraphDecoder)
-            assert graphs.best(1) is not None  # the last pass was a replay
+            assert graphs.best(1) is not None  # the last forward pass was a replay
         runner.close()
     assert found[0] == found[1]
     # If the draft model is the model itself, all drafts are accepted.
@@ -482,7 +482,7 @@ class FakeLaunched:
 
 @dataclass
 class FakeRunner:
-    """A stand-in for the runner whose steps finish when `inbox` is empty."""
+    """A stand-in for the runner that records when steps are launched and finished."""
 
     events: list[str] = field(default_factory=list)
     launched: list[FakeLaunched] = field(default_factory=list)

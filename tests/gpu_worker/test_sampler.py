@@ -51,7 +51,7 @@ def random_logits(num_rows: int, seed: int = 0) -> Tensor:
 
 
 def sample(logits: Tensor, *sampling: SamplingParams, **tokens: list[int]) -> list[int]:
-    """Return the token that both PyTorch's operations and the CPU kernels sample."""
+    """Return the token sampled for each row; PyTorch's operations and the CPU kernels must sample the same ones."""
     rows, places, given = make_rows(*sampling, **tokens), ints(range(len(sampling))), logits.clone()
     token_ids: list[int] = Sampler(rows).sample(logits, places).token_ids.tolist()
     assert Sampler(rows, threads=threads("avx2")).sample(logits, places).token_ids.tolist() == token_ids
@@ -134,7 +134,8 @@ def test_penalties_equal_transformers_and_count_output_alone() -> None:
     expected[0, 9] -= 0.5 + 0.25
     params: dict[str, Any] = {"repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     for token in (1, 2, 3, 5, 9):
-        # The bias raises the logit of this token to just above or just below the highest of the other logits.
+        # The token's raw logit is set so that, after the penalties, it is just above or just below the highest of the
+        # others.
         others = expected.clone()
         others[0, token] = -torch.inf
         gap = float(others.max()) - float(expected[0, token])

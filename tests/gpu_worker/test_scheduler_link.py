@@ -44,7 +44,9 @@ def test_a_link_that_fails_ends_the_worker() -> None:
 
 
 def test_a_worker_follows_the_active_scheduler() -> None:
-    """First only the second scheduler listens. Then only the first does; then both do, but the first is silent."""
+    """First, only the second scheduler listens, and then only the first. Finally both listen, but the first does not
+    reply.
+    """
     first_port, second_port = free_ports(2)
     second = ScriptedScheduler(second_port)
     link = link_to(f"one-of:tcp://localhost:{first_port}|tcp://127.0.0.1:{second_port}", worker_pb2.Register())
@@ -73,7 +75,7 @@ def test_an_address_after_one_of_has_a_host_and_a_port(target: str) -> None:
 
 
 class _Tiers:
-    """Tiers that hold many blocks; one block is removed after the registration."""
+    """Tiers with ten blocks, one of which is removed after the registration."""
 
     def hashes(self) -> set[int]:
         return set(range(10))
@@ -132,7 +134,7 @@ class _Fetcher:
         return reports
 
 
-# The scheduler's messages, and the kind of each answer.
+# The kind of each of the worker's messages, and the message from the scheduler that it answers, if any.
 _CALLS: dict[str, dict[str, Any]] = {
     "heartbeat": {},
     "step_result": {"step_batch": worker_pb2.StepBatch(epoch=1, step_id=1)},
@@ -144,7 +146,7 @@ _CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", _CALLS)
 def test_an_epoch_ends_with_the_first_message_that_cannot_be_sent(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the scheduler would wait for it. The connection remains open, as it does when the socket's queue is
+    """Otherwise the scheduler would wait for the message. The connection stays open, as when the socket's queue is
     full.
     """
     send, refused = zmq.Socket.send, list[str]()

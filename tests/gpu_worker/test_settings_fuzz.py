@@ -30,7 +30,7 @@ from tests.gpu_worker.greedy import wrong_tokens
 from tests.gpu_worker.tiny_models import SHAPE, make_runner, make_tiny_model
 
 NUM_COMBINATIONS, NARROW = int(os.environ.get("MIDSTREAM_COMBINATIONS", "32")), 8
-# The family and the settings of each model, and `max_attention_window`.
+# The family and the settings of each model, and the `max_attention_window` of the worker.
 MODELS: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("Llama", {}, 0),
     ("Llama", {}, NARROW),
@@ -41,7 +41,9 @@ MODELS: tuple[tuple[str, dict[str, Any], int], ...] = (
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Create transformers' model with the window, and a folder whose config lacks the window."""
+    """Return a function that creates transformers' model with the window, and a folder whose config.json lacks the
+    window.
+    """
 
     @cache
     def make(number: int) -> tuple[Any, Path]:

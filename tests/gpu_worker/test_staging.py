@@ -27,8 +27,8 @@ def test_a_buffer_is_filled_again_after_its_copy_is_done(stream: LazyStream) -> 
     assert stream.num_done < stream.num_launched
     stream.run(stream.num_launched)
     assert seen == [[step] * 4 for step in range(5)]
-    # At most two copies are in flight at any time: the third, fourth and fifth each waited for the copy before the
-    # previous one.
+    # At most two copies are in flight at any time: each copy from the third on waits for the copy before the previous
+    # one.
     assert stream.num_waits == 3
 
 
@@ -37,7 +37,7 @@ def test_tokens_are_read_when_they_have_arrived(stream: LazyStream, is_slow: boo
     readback, tokens, copies = Readback(CPU, 2), torch.zeros(2, dtype=torch.int32), list[Copy]()
     read = []
     for step in range(4):
-        # Each step overwrites the tensor on the device that the previous step wrote.
+        # Each step overwrites the device tensor that the previous step wrote.
         stream.launch(lambda step=step: tokens.fill_(step))  # type: ignore[misc]
         copies.append(readback.start(tokens))
         if not is_slow:

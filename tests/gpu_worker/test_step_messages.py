@@ -10,7 +10,7 @@ from gpu_worker.batch.step import Step
 from gpu_worker.scheduler_link.messages import decode_step
 from protos import worker_pb2
 
-# Names differ for these; KeptBlocks and KvTiers read the last ones from the message.
+# The fields with another name in `Step`, and the fields that only KeptBlocks and KvTiers read, from the message itself.
 RENAMED = {
     "add_sequences": "new_sequences",
     "beam_token_ids": "beam_tokens",

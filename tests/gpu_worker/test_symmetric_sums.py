@@ -25,7 +25,9 @@ GROUP = cast("dist.ProcessGroup", object())
 
 @pytest.fixture
 def memories(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Stand in for symmetric memory; return the memory of another rank and of this rank, once they are allocated."""
+    """Stand in for symmetric memory; return a list that receives the memory of another rank and of this rank when it is
+    allocated.
+    """
     made: list[Tensor] = []
 
     def empty(size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -49,7 +51,7 @@ def test_shared_memory_is_cleared_and_used_for_small_sums(memories: list[Tensor]
     add = made[0]
     assert add._parts.tolist() == [memory.data_ptr() for memory in memories]
     assert (add._signals - add._parts).tolist() == [2 * NUM_BYTES] * 2
-    # There is a turn number for each block of 1,024 elements and each rank.
+    # Each rank has one signal, a turn number, for each block of 1,024 elements.
     assert len(memories[1]) == 2 * NUM_BYTES + NUM_BYTES // 2 // 1024 * 2 * 4
     assert len(add._turns) == NUM_BYTES // 2 // 1024
     assert add.takes(torch.empty(32, 4096, dtype=torch.bfloat16))
@@ -143,7 +145,7 @@ def test_gpus_sum_small_tensors_at_once_and_others_through_nccl(
 
 
 def test_sums_of_several_ranks_have_the_order_of_the_ranks_if_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float16, 1 + 1 + 2048 is 2050 if added in this order, and 2048 if added in another one."""
+    """In float16, 1 + 1 + 2048 is 2050 if added from left to right, and 2048 in another order."""
     journal = Journal(monkeypatch, has_one_shot=False)
 
     def gather(parts: list[Tensor], x: Tensor, group: object) -> None:

@@ -64,7 +64,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_neox": ("GPTNeoX", {}),
     "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 48}),
-    # The config.json of this model has n_embd, n_layer and n_positions.
+    # The config.json of this model has the names n_embd, n_layer and n_positions.
     "gpt2": ("GPT2", {"n_positions": 512, "scale_attn_by_inverse_layer_idx": True}),
     # The config.json of this model has the settings of the language model in text_config.
     "gemma3_with_images": (
@@ -92,7 +92,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
-    """Return transformers' models by family, each with its folder."""
+    """Return transformers' model of each family in turn, and its folder."""
     name, settings = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     return make_tiny_model(folder, name, **settings), folder
@@ -176,7 +176,7 @@ def test_native_models_can_run_with_transformers_code(tiny_folder: Path, monkeyp
 def test_int8_weights_are_kept_as_integers(
     tiny_folder: Path, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both models compute with the same values as the CPU kernels."""
+    """Both implementations use the same weight values as the CPU kernels."""
     logits = []
     for settings in ({"kernels": "native"}, {"kernels": "torch", "implementation": implementation}):
         runner = make_runner(tiny_folder, weights="int8", kv="f32", activations="f32", **settings)
@@ -188,7 +188,7 @@ def test_int8_weights_are_kept_as_integers(
     weights = kept["_layers"][0].attention.qkv if is_native else kept["_model"].model.layers[0].mlp.up_proj
     assert weights.weight.dtype == torch.int8
     scale = float(logits[0].abs().max())
-    # In one of the folders, the embedding table is not quantized.
+    # With transformers' implementation, the embedding table is not quantized.
     limit = TOLERANCE if implementation == "native" else 0.05
     assert float((logits[1] - logits[0]).abs().max()) <= limit * scale
 
@@ -324,8 +324,8 @@ def recorded_over(runner: ModelRunner, make_recorder: Any, device: torch.device 
 def test_steps_that_read_nothing_back_are_recorded(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test runs on tensors without values: reading one raises an error, and so does an operation that mixes them
-    with CPU tensors.
+    """The test uses tensors without values: reading a value raises an error, and so does mixing these tensors with CPU
+    tensors.
     """
     name, settings = FAMILIES[family]
     make_tiny_model(tmp_path, name, **settings)
@@ -393,7 +393,7 @@ def test_recorded_steps_equal_those_that_run_eagerly(gemma2: tuple[torch.nn.Modu
 def test_the_warm_up_compiles_every_kernel_that_random_steps_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same as in test_jit_keys, with this implementation and without graphs."""
+    """This is the test of test_jit_keys.py with transformers' implementation and without graphs."""
     make_tiny_model(tmp_path, "Llama", vocab_size=VOCAB_SIZE, num_hidden_layers=1)
     keys = trace(monkeypatch)
     config = WorkerConfig(

@@ -36,7 +36,7 @@ ALL_WINDOWED = {"mistral"}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Create transformers' model and its folder once per family."""
+    """Return a function that creates transformers' model and its folder, once per family."""
 
     @cache
     def make(name: str) -> tuple[Any, Path]:
@@ -71,9 +71,7 @@ def requests(seed: int = 0, **fields: Any) -> list[pb.GenerateRequest]:
 
 
 def num_right(model: Any, system: CoreWithRunners, made: list[pb.GenerateRequest]) -> int:
-    """Return the number of requests that get as many tokens as they ask for, each equal to the choice of
-    transformers.
-    """
+    """Return the number of requests whose output has the requested length and equals that of transformers."""
     answers = [outputs(answer)[0] for answer in system.run(made)]
     pairs = [(list(request.token_ids.values), answer) for request, answer in zip(made, answers, strict=True)]
     return sum(len(answer) == MAX_TOKENS and not wrong_tokens(model, prompt, answer) for prompt, answer in pairs)
@@ -115,7 +113,8 @@ def test_cached_blocks_of_windowed_sequences_are_reused(folders: Any, name: str)
 
 
 NARROW = 8
-# Family and settings, then the setting that makes transformers limit layers to 8 tokens.
+# Family and settings of the model; family and settings of the transformers reference, in which every layer can have a
+# window (the test sets it to NARROW).
 NARROWED: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "llama": ("Llama", {}, "Mistral", {}),
     "mistral": ("Mistral", {"sliding_window": WINDOW}, "Mistral", {}),
@@ -244,7 +243,7 @@ def test_native_windows_are_those_of_transformers(config: dict[str, Any], window
     family = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[config["model_type"]]
     theirs = getattr(transformers, f"{family}Config")(**shape, **settings)
     model = transformers.AutoModelForCausalLM.from_config(theirs)
-    # Only some families pass the window to each layer; in the others, the model's mask applies it.
+    # Only some families pass the window to each layer; in the others, the model applies it in its attention mask.
     found = (
         [getattr(layer.self_attn, "sliding_window", theirs.sliding_window) for layer in model.model.layers]
         if (family != "Llama")

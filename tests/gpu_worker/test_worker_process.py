@@ -264,7 +264,7 @@ def test_memory_is_reported_by_the_system_and_pytorch(monkeypatch: pytest.Monkey
     usage = memory_usage(torch.device("cpu"))
     assert usage.cpu_bytes == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
     assert (usage.gpu_bytes, usage.pinned_bytes) == (0, 0)
-    # This seeds the worker's own device, whichever device is current in the calling thread.
+    # The worker's own device is queried, whichever device is current in the calling thread.
     monkeypatch.setattr(torch.cuda, "memory_reserved", {torch.device("cuda:1"): 4096}.__getitem__)
     counts = {"allocated_bytes": {"current": 1024, "peak": 2048}, "active_bytes": {"current": 512, "peak": 512}}
     monkeypatch.setattr(torch.cuda.memory, "host_memory_stats_as_nested_dict", lambda: counts)

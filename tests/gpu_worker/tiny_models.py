@@ -1,4 +1,4 @@
-"""Tiny random models made with transformers, as model folders, and a driver that acts as the scheduler in process."""
+"""Tiny random models made with transformers, as model folders, and a driver that stands in for the scheduler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPE = {
 
 
 def auto_class(family: str) -> Any:
-    """Return the class of transformers that makes models of `family`."""
+    """Return the auto class of transformers that creates models of `family`."""
     # transformers does not list these families among the causal language models.
     reads_images = family in ("Idefics3", "SmolVLM", "Llama4", "Qwen3_5", "Qwen3_5Moe")
     return transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM
@@ -147,7 +147,7 @@ class Driver:
     def run_alone(
         self, tokens: Sequence[int], num_new: int, sampling: SamplingParams = GREEDY, *, chunk: int = 10**9
     ) -> list[int]:
-        """Return the tokens of a sequence that runs alone."""
+        """Run one sequence alone, and return the tokens sampled for it."""
         new = [self.sequence(0, tokens, sampling)]
         for start in range(0, len(tokens), chunk):
             self.step(new, [(0, start, min(chunk, len(tokens) - start))])

@@ -1,4 +1,4 @@
-"""Tiny random models that read images, with a tokenizer of bytes, and images for them."""
+"""Tiny random vision-language models with a byte-level tokenizer, and images for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import transformers
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-# An image of up to TILE pixels in each direction is one tile, a larger one is scaled to SIZE pixels and divided.
+# An image of up to TILE pixels in each direction is one tile; a larger one is scaled to SIZE pixels and divided into
+# tiles.
 TILE, SIZE, TOKENS_PER_TILE = 32, 64, 4
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize }}"
@@ -74,7 +75,7 @@ def image_processor(family: str = "Idefics3") -> Any:
 
 
 def picture(width: int, height: int, seed: int = 0, kind: str = "PNG") -> tuple[Image.Image, bytes]:
-    """Return a random image, as it is read from its file, and the contents of the file."""
+    """Return a random image as read from a file, and the contents of the file."""
     image = Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
     file = io.BytesIO()
     image.save(file, kind)

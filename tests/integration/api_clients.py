@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     from protos.openengine_pb2_grpc import InferenceAsyncStub
     from protos.service_pb2_grpc import MidstreamAsyncStub
 
-# An empty context for clients of http:// addresses; each client would load the system's certificates, in 50 ms.
+# An empty TLS context for clients of http:// addresses; by default, each client would load the system's certificates,
+# which takes 50 ms.
 _NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 _WORDS = ("The", "river", "of", "a", "small", "town", "sings", "日本", "and", "1 + 1 =", "Paris", "why")
 _FLOATS = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def plain_http() -> openai.DefaultAsyncHttpxClient:
-    """Return a connection pool for OpenAI's client that accepts no https:// address."""
+    """Return an HTTP client for OpenAI's client that cannot use https:// addresses."""
     return openai.DefaultAsyncHttpxClient(verify=_NO_CERTIFICATES)
 
 

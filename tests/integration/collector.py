@@ -32,7 +32,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Values:
-    """The values that a histogram has received so far."""
+    """The number and the sum of the values recorded so far, for one set of attributes of a histogram."""
 
     attributes: dict[str, str]
     count: int
@@ -43,7 +43,7 @@ class Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
     """Keeps the latest state of each histogram.
 
     Attributes:
-        histograms: The values of a histogram for each set of attributes, by the histogram's name.
+        histograms: By the name of a histogram, its values for each set of attributes.
     """
 
     def __init__(self) -> None:

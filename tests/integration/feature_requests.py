@@ -29,13 +29,14 @@ TOOL = {"type": "function", "function": {"name": "count", "parameters": SCHEMA}}
 TABLE = np.random.default_rng(5).normal(0, 1, (2, 576)).astype(np.float32)
 LORA = "1"
 MAX_TOKENS = 6
-# The grammar ends guided answers earlier. A stream must be too long to arrive as one event on a loaded machine.
+# Guided answers end earlier, with the grammar. A stream must be long enough to arrive as several events even on a
+# loaded machine.
 LONGER = {"guided": 60, "tools": 60, "streaming": 64}
 
 
 @dataclass
 class Answer:
-    """A response.
+    """The relevant parts of an API's response.
 
     Attributes:
         texts: The text of each sequence.
@@ -113,8 +114,8 @@ class Asking:
         address: str,
         expected: dict[tuple[str, bool], Answer],
     ) -> None:
-        """Create the clients. `expected` caches the answers of the native call, by feature and whether the input is a
-        chat.
+        """Create the clients. `expected` caches the answers of the native call; its keys are (feature, whether the
+        input is a chat).
         """
         self._clients = clients
         self._executor = executor

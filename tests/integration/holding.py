@@ -16,7 +16,7 @@ from gpu_worker.sampling.post_processors import LogitsPostProcessor
 from tests.integration.named_processes import ROOT
 
 NAME = "hold"
-# Number of tokens that a held request gets first.
+# Number of tokens that a request generates before its worker pauses.
 NUM_TOKENS = 8
 _FOLDER = "TEST_HOLD_FOLDER"
 

@@ -66,8 +66,8 @@ class Service:
         return status
 
     def status_once_serving(self) -> dict[str, Any]:
-        """Return the status as soon as every process serves, or at a time limit: on a busy machine, a process may not
-        answer for a moment.
+        """Return the status as soon as every process serves, or at a time limit; on a busy machine, a process may be
+        slow to answer.
         """
         deadline = time.monotonic() + 60
         while True:

@@ -97,8 +97,8 @@ async def test_embeddings_are_a_prompt_that_caches_share_only_among_equals(stub:
         return made
 
     first = await collect(stub, request(1))
-    # Either worker may have the blocks. If they are reused, the second request needs less computation; its output is
-    # the same.
+    # A repeated request may run on the worker that does not have the blocks. If it reuses them, it needs less
+    # computation; its output is the same.
     again = await asyncio.gather(*(collect(stub, request(1)) for _ in range(4)))
     other = await collect(stub, request(-1))
     assert [answer.token_ids for answer in again] == [first.token_ids] * 4
@@ -117,7 +117,7 @@ async def test_a_stream_with_an_adapter_outlives_worker_and_scheduler(
     request.logits_post_processor_name = NAME
     for kind in ("gpu_worker", "scheduler"):
         (scheduler,) = service.processes("scheduler")
-        # The worker is paused in the middle of the sequence until one of the two is killed.
+        # The worker is paused in the middle of the sequence until the worker or the scheduler is killed.
         with hold:
             answer = asyncio.create_task(collect(stub, request))
             worker = await hold.held()

@@ -98,7 +98,7 @@ async def test_every_choice_echoes_the_prompts_log_probabilities_streamed_or_not
         assert choice.logprobs.token_logprobs == streamed[choice.index]
         assert streamed[choice.index][:5] == [None, *known]
         assert len(streamed[choice.index]) == 8
-    # A client that scores prompts generates no tokens.
+    # A client that only scores prompts requests no output tokens.
     scored = await clients.openai.completions.create(**fields | {"max_tokens": 0})
     assert scored.usage is not None
     assert (scored.usage.prompt_tokens, scored.usage.completion_tokens) == (5, 0)
@@ -227,7 +227,9 @@ async def until_active(clients: ApiClients) -> None:
     [leave_native, leave_openai, leave_openai_stream, leave_kserve, leave_kserve_stream, leave_openengine],
 )
 async def test_a_disconnect_frees_the_blocks_soon(clients: ApiClients, leave: Leave) -> None:
-    """The request would run for much longer. The best of three attempts counts, since the machine may be busy."""
+    """Without the disconnect, the request would run for much longer. The fastest of three attempts counts, since the
+    machine may be busy.
+    """
     took = []
     for _ in range(3):
         await leave(clients)

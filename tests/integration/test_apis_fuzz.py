@@ -215,8 +215,8 @@ async def test_random_messages_to_every_grpc_api(clients: ApiClients) -> None:
     }
 
     async def send(method: str, number: int) -> tuple[bool, grpc.StatusCode]:
-        """Send random bytes in a third of the calls, most of which are invalid messages; otherwise send requests with
-        random fields.
+        """In a third of the calls, send random bytes, which are rarely a valid message; in the others, send requests
+        with random fields.
         """
         message = type(methods[method])()
         message.MergeFrom(methods[method])

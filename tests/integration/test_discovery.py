@@ -36,7 +36,7 @@ class Cluster(NamedProcesses):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.hosts = folder / "hosts"
-        self.hold = folder / "hold"  # while it exists, the workers soon pause
+        self.hold = folder / "hold"  # file; while it exists, the workers pause after some more steps
         self._scheduler, self._worker, self._detokenizer, self.router, self.router_http = free_ports(5)
         self._model = open_model_folder("smollm2")
 
@@ -152,7 +152,7 @@ async def test_routers_and_detokenizers_discover_added_and_removed_schedulers(cl
     publish(cluster.hosts, scheduler=[SECOND], detokenizer=[SECOND])
     left_s = await lag_until(lambda: has({SECOND}))
     expected = await collect(stub, tokens([8, 9], max_tokens=20))
-    # A request for a dead scheduler goes to its successor at another address.
+    # A request that was sent to a dead scheduler goes to its successor at another address.
     cluster.end(f"scheduler-{SECOND}")
     waiting = asyncio.create_task(collect(stub, tokens([8, 9], max_tokens=20)))
     await asyncio.sleep(0.2)  # the request is being retried, or will be; either way it must arrive

@@ -127,7 +127,7 @@ def test_a_request_that_takes_too_long_is_aborted(executor: GenerationExecutor) 
         result.result(timeout=0.2)
     executor.abort_request(result.request.id)
     assert result.result(timeout=60).finish_reason == "abort"
-    executor.abort_request(result.request.id)  # the request has ended, so there is nothing to do
+    executor.abort_request(result.request.id)  # has no effect, since the request has ended
 
 
 def test_the_result_raises_the_services_error(executor: GenerationExecutor) -> None:
@@ -215,7 +215,8 @@ def test_the_batch_managers_callbacks(executor: GenerationExecutor, expected: tu
     with BatchManager(executor, get_requests, send_response, poll_stop_signals, stats.append, max_num_requests=8):
         assert done.wait(60)
     assert sorted(finals) == [(1, ""), (2, ""), (3, ""), (3, "request_id: the id is in use")]
-    # The result has the whole sequence if the request does not stream, and the new tokens otherwise.
+    # Without streaming, the response contains the whole sequence including the prompt; with streaming, each response
+    # contains the new tokens.
     assert tokens[1] == PROMPT + tokens[2] == PROMPT + expected[1]
     assert lengths[1] == lengths[2] == len(tokens[1])
     # There is an entry for every iteration, in order, with both sets of names.

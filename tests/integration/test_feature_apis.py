@@ -22,7 +22,7 @@ CELLS = [
     for api, cell in row.apis.items()
     if cell != NOT_APPLICABLE
 ]
-# Names of additional outputs, for features that return more than text; the default is the name of the feature.
+# For features that return more than text: the name of the additional output in `Answer.beside`.
 BESIDE = {
     "log_probs": "log_probs",
     "prompt_log_probs": "prompt_log_probs",
@@ -33,7 +33,7 @@ BESIDE = {
 }
 # These features do not change the text; all others do.
 UNCHANGED = {*BESIDE, "drafts", "retention", "priority", "cache_salt", "streaming"}
-# Number of sequences returned, if not one.
+# Number of sequences that a feature returns, if it is not one.
 NUM_SEQUENCES = {"sequences": 2, "beams": 2}
 
 

@@ -147,7 +147,7 @@ async def test_everything_that_is_reported_agrees(client: AsyncClient, tokenizer
     best = log_softmax(tensors["generation_logits"]).max(axis=1)
     np.testing.assert_allclose(extras.log_probs.token_log_probs, best, atol=1e-4)
     assert result.sequences[0].cumulative_log_prob == pytest.approx(sum(extras.log_probs.token_log_probs))
-    # Another client that resumes the request receives the complete tensors again.
+    # A client that resumes the request receives the complete tensors again.
     again = await client.resume(stream.request_id, 4).result()
     assert again.token_ids == result.token_ids[4:]
     assert again.sequences[0].tensors == result.sequences[0].tensors

@@ -1,4 +1,4 @@
-"""Images through the whole service: tokens equal those of transformers, also when a process is killed."""
+"""Images through the whole service: tokens equal those of transformers, even if a process is killed."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ async def test_the_death_of_a_worker_that_encodes_or_generates_changes_no_token(
         async def running() -> float:
             return vision.metric("num_images_running")
 
-        # Without other requests, the first worker gets the image.
+        # While there are no other requests, the first worker gets the image.
         first = (await groups())[0].group_id
         parts = vision.service.processes("gpu_worker")
         pid = next(int(part["pid"]) for part in parts if first.endswith(str(part["name"])))
@@ -221,7 +221,7 @@ async def test_the_death_of_the_scheduler_while_an_image_is_encoded_changes_no_t
     image, data = picture(33, 64, seed=11)
     wanted = vision.expected("<image>", [image])
     (scheduler,) = vision.service.processes("scheduler")
-    # The image must not go to a worker that an earlier test killed, and that is back only later.
+    # The image must not go to a worker that an earlier test killed and that has not registered again yet.
     workers = await vision.service.all_serving("gpu_worker")
 
     async def running() -> float:

@@ -70,7 +70,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
 
 @pytest.fixture
 def parts(shared: Parts, tmp_path: Path, kind: str) -> Iterator[Parts]:
-    """Start a scheduler with a new journal, and a log, in the test's folder."""
+    """Start a scheduler whose journal and log file are new, in the test's folder."""
     shared.folder, shared.flags = tmp_path, ("--journal", kind)
     shared.start("scheduler")
     yield shared
@@ -78,7 +78,7 @@ def parts(shared: Parts, tmp_path: Path, kind: str) -> Iterator[Parts]:
     shared.hold.unlink(missing_ok=True)
 
 
-# tests/faults/test_service_faults.py does the same with the other kind of journal.
+# tests/faults/test_service_faults.py runs this with the other kind of journal.
 @pytest.mark.parametrize("kind", ["sqlite"])
 async def test_streams_continue_after_a_kill_of_the_scheduler(parts: Parts) -> None:
     async with parts.stub() as stub:
@@ -101,7 +101,8 @@ async def test_streams_continue_after_a_kill_of_the_scheduler(parts: Parts) -> N
 
 async def test_a_scheduler_with_a_full_disk_yields_to_its_successor(parts: Parts, tmp_path: Path) -> None:
     async with parts.stub() as stub:
-        # The limit must not apply to the scheduler's log file, so the journal must be larger than that.
+        # The limit on the file size must not affect the scheduler's log file, so the journal must be larger than the
+        # log file.
         async for _ in stub.Generate(tokens([40_000] * 8000, max_tokens=1), timeout=60):
             pass
         half_way = asyncio.Event()

@@ -65,7 +65,7 @@ def contents(result: Result) -> list[dict[str, object]]:
 
 
 def assert_equal(index: int, found: list[dict[str, object]], expected: list[dict[str, object]]) -> None:
-    """Report only the fields that differ, since whole results would fill pages."""
+    """Compare all fields, and report only those that differ, since whole results would fill pages."""
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         different = [name for name in other if one[name] != other[name]]
         assert not different, (index, number, different, one["token_ids"], other["token_ids"])

@@ -42,7 +42,7 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def expected(prompt: list[int]) -> list[list[int]]:
-    """Return the outputs of a single rank for parts of the prompt, the whole prompt last."""
+    """Return the outputs of a single rank for parts of the prompt and, as the last item, for the whole prompt."""
     driver = Driver(make_runner("smollm2", max_kv_tokens=512, max_sequence_length=512))
     return [driver.run_alone(prompt[: len(prompt) - left], NUM_TOKENS) for left in (3, 2, 1, 0)]
 

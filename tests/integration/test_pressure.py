@@ -18,7 +18,9 @@ NUM_TOKENS = 48
 
 
 def crowd() -> list[pb.GenerateRequest]:
-    """Return 8 requests that each fill 64 tokens of cache at the end, so that any two that overlap compete."""
+    """Return 8 requests that each need 64 tokens of cache until they end, so that any two that overlap compete for
+    blocks.
+    """
     rng = random.Random(8)
     return [tokens([rng.randint(300, 48_999) for _ in range(16)], max_tokens=NUM_TOKENS) for _ in range(8)]
 
@@ -63,6 +65,6 @@ async def test_64_requests_behind_one_prefix_compute_it_once_per_worker(service:
         before = (await latest_stats(stub)).kv_cache_stats
         answers = await asyncio.gather(*(collect(stub, request) for request in requests))
         after = (await eventually_idle(stub)).kv_cache_stats
-    # Blocks of a prompt that are not in the cache are being computed by another request.
+    # If blocks of a prompt are not in the cache, another request is computing them.
     assert after.missed_blocks - before.missed_blocks <= num_workers * 512 // after.tokens_per_block
     assert sum(answer.final.usage.cached_tokens == 512 for answer in answers) >= 64 - num_workers

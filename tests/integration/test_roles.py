@@ -29,7 +29,7 @@ NUM_KILLS = int(os.environ.get("TEST_KILLS", "2"))
 # Maximum cost of a kill in seconds, in addition to recomputing what was lost.
 MAX_PAUSE_S = 0.5
 RNG = random.Random(8)
-# To be killed during a transfer, a request needs only several blocks; tests/faults/test_kill_at_every_step.py kills at
+# For a kill during a transfer, several blocks per prompt are enough; tests/faults/test_kill_at_every_step.py kills at
 # more moments.
 SIZES = (700, 40, 330, 12) if NUM_KILLS > 2 else (200, 40, 100, 12)
 PROMPTS = [[RNG.randint(300, 48_000) for _ in range(size)] for size in SIZES]
@@ -37,7 +37,7 @@ NUM_TOKENS = 32 if NUM_KILLS > 2 else 16
 
 
 def metrics(worker: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a worker without labels; empty if the worker is not ready."""
+    """Return those metrics of a worker that have no labels; empty if the worker is not ready."""
     try:
         with urllib.request.urlopen(f"http://{worker['addresses']['http']}/metrics", timeout=30) as answer:
             return {
@@ -49,7 +49,7 @@ def metrics(worker: dict[str, Any]) -> dict[str, float]:
 
 
 class Timed:
-    """The tokens of one stream, with the times at which they arrived; the stream starts at `begun`."""
+    """The tokens of one stream, with their arrival times; the stream starts at `begun_s`."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []

@@ -95,7 +95,7 @@ async def test_200_requests_that_finish_abort_or_expire_release_all_blocks(servi
 async def _run_somehow(rng: random.Random, stub: Stub, gate: asyncio.Semaphore) -> str:
     fate = rng.choice(("finish", "leave", "expire"))
     prompt = [rng.randint(300, 48_999) for _ in range(rng.randint(1, 40))]
-    # Requests that are aborted or time out ask for more tokens than can be generated in that time.
+    # Requests that are aborted or time out ask for more tokens than the service can generate before that.
     request = tokens(prompt, max_tokens=rng.randint(1, 12) if fate == "finish" else 4000)
     timeout, stay_s = (rng.uniform(0.01, 0.5), 60.0) if fate == "expire" else (60.0, rng.uniform(0.0, 0.5))
     async with gate:

@@ -99,8 +99,9 @@ def test_a_released_lease_passes_to_the_waiting_scheduler_at_once(
 def test_a_lease_lasts_by_the_databases_clock_and_ends_even_if_that_was_set_back(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The database's clock decides when a lease expires. Once it was set back by an hour, leases from before would
-    last an hour longer, so a standby takes one that is not renewed; this process uses no wall clock.
+    """The database's clock determines when a lease expires. If it is set back by an hour, an existing lease expires an
+    hour later, so a standby also takes over if it has seen no renewal for two lease durations by its own monotonic
+    clock.
     """
     first, second, elapsed_s = PostgresStore(database, "first"), PostgresStore(database, "second"), 0.0
     first.take_over(least_epoch=1)
@@ -179,8 +180,8 @@ async def test_a_standby_takes_over_from_a_suspended_scheduler(database: str, tm
                 assert await asyncio.to_thread(old.processes["scheduler"].wait, 60) == 1
     assert received == list(range(1001, 1001 + NUM_TOKENS))
     assert feed.tokens[1] == received[: len(feed.tokens[1])]
-    # Which error occurs first depends on the state of the old scheduler: another scheduler has the lease, or its own
-    # transaction was aborted.
+    # The state of the old scheduler determines which error occurs first: that another scheduler has the lease, or that
+    # the server has closed the connection.
     assert re.search("superseded|closed the connection", old.log("scheduler"))
 
 
@@ -196,8 +197,8 @@ async def _read_all(port: int) -> list[int]:
 
 
 async def test_routers_and_detokenizers_follow_the_active_scheduler(database: str, tmp_path: Path) -> None:
-    """The stream continues at the standby, which also gets all later requests. The standby reports ready before it
-    takes over, so that a rolling update proceeds to the active scheduler.
+    """The stream continues at the standby, which also gets all later requests. The standby reports that it is ready
+    before it takes over, so that a rolling update goes on to restart the active scheduler.
     """
     flags = ("--journal", "postgres", "--journal-url", database, "--standby")
     (tmp_path / "first").mkdir()

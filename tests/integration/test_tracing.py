@@ -31,7 +31,9 @@ def named(spans: Sequence[Span], name: str) -> list[Span]:
 
 
 def has_all(spans: Sequence[Span], num_tokens: int = NUM_TOKENS) -> bool:
-    """Return whether all expected spans are there. More steps may run, since they are sent before the end is known."""
+    """Return whether all expected spans are there. There may be more decode steps, since steps are sent before the end
+    of the output is known.
+    """
     names = Counter(span.name for span in spans)
     parts = ("router.generate", "scheduler.request", "detokenizer.stream", "worker.prefill")
     return all(names[part] for part in parts) and names["worker.decode"] >= num_tokens - 1

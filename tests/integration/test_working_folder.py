@@ -37,7 +37,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the command from an environment in which the project is installed with its dependencies, as by a user."""
+    """Return the `midstream` command of an environment in which the project is installed as a user would install it,
+    with its dependencies.
+    """
     if not (ROOT / "setup.py").exists():  # the tests already run in an installation (tests/wheel.py)
         return Path(sys.executable).with_name("midstream")
     folder = tmp_path_factory.mktemp("installed")
@@ -49,8 +51,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
     options = ["--python", str(folder / "venv/bin/python"), "-q", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", *options, "install", "--no-deps", "--no-build-isolation"]
-    # The environment uses this environment's modules except for its editable installation of the project: .pth files
-    # are not read there.
+    # The new environment uses the modules of the current one, but not its editable installation of the project: .pth
+    # files in a folder added to the path are not processed.
     packages = str(Path(pytest.__file__).parents[1])
     subprocess.run([*command, str(folder / "source")], check=True, env=os.environ | {"PYTHONPATH": packages})
     # Other projects also use names such as `router` and `kernels`.
@@ -107,7 +109,9 @@ def test_helper_processes_import_nothing_from_there(folder: Path, monkeypatch: p
 
 
 def test_a_command_alone_imports_nothing_from_there(folder: Path) -> None:
-    """The environment of a process may be changed by what starts it."""
+    """`python_command` alone prevents such imports, since another program may change the environment variables of the
+    process.
+    """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     command = python_command("midstream.cli", "--version")
     subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)

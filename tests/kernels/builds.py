@@ -28,13 +28,13 @@ from kernels.build import (
     processor_flags,
 )
 
-# Sources whose unnamed namespaces contain names that other sources use.
+# Sources that are compiled separately, since their unnamed namespaces contain names that other sources also use.
 _APART = ("dot_panel.cpp",)
 
-# "pair" is the 16-lane AVX-512 code on pairs of AVX2 vectors. Its speed does not matter, but its compile time does:
-# with -O1 instead of -Og, GCC takes six times as long for the unrolled sums.
+# "pair" runs the 16-lane AVX-512 code on pairs of AVX2 vectors. Its speed does not matter, but its compile time does:
+# with -O1 instead of -Og, GCC takes six times as long to compile the unrolled sums.
 PAIR = ("-DMIDSTREAM_PAIR", "-Og")
-# Only the "undefined" checks that are cheap to compile.
+# Of the undefined-behavior checks, only those that are cheap to compile.
 SANITIZED = (
     "-fsanitize=address,alignment,bounds,shift,signed-integer-overflow",
     "-fno-sanitize-recover=alignment,bounds,shift,signed-integer-overflow",
@@ -48,8 +48,8 @@ SANITIZED = (
 def compiled(isa: str, flags: tuple[str, ...]) -> Path:
     """Compile the kernels with these flags, unless this was done before, and return the library's path.
 
-    `build` would do the same, but in twice the time: most sources are small and include the same large headers, so here
-    they are one translation unit.
+    `build` would take twice as long: most sources are small and include the same large headers, so here they are
+    compiled as one translation unit.
     """
     target = _path(isa, flags)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -67,14 +67,14 @@ def compiled(isa: str, flags: tuple[str, ...]) -> Path:
 
 
 def _path(isa: str, flags: tuple[str, ...]) -> Path:
-    # `kernels.build` removes libraries with other names of its own.
+    # The name differs from those of `kernels.build`, which removes its libraries of other versions.
     path = library_path(isa, flags)
     return path.with_name(f"tests-{path.name}")
 
 
 def main() -> None:
-    """Compile the libraries that run on any machine, and the builds that run on this one but that the service does not
-    use here; remove those of older sources.
+    """Compile the test libraries that run on any machine, and those builds for this machine that the service does not
+    use here; remove test libraries of older sources.
     """
     flags = processor_flags()
     try:

@@ -17,7 +17,7 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_torch_thread() -> Iterator[None]:
-    """Use one PyTorch thread: the tensors are so small that several threads would only wait for each other."""
+    """Use one PyTorch thread, since the tensors are so small that several threads would only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -26,8 +26,8 @@ def _one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture
 def dots_row_by_row() -> Iterator[None]:
-    """Let the interpreter multiply row by row: a matrix instruction treats all rows of its tile alike, but the
-    interpreter's matrix library rounds differently for different numbers of rows on some processors.
+    """Make the interpreter multiply row by row. A GPU's matrix instruction treats all rows of its tile alike, but on
+    some processors, the rounding of the interpreter's matrix library depends on the number of rows.
     """
 
     def dot(

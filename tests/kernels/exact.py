@@ -90,7 +90,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def lora(y: Tensor, x: Tensor, pairs: list[tuple[Tensor, Tensor]], slots: Tensor) -> Tensor:
-    """Add LoRA products; the pairs are a [R, K] and b [R, N], by slot."""
+    """Return y plus the LoRA products of x; `pairs` contains a [R, K] and b [R, N] for each slot."""
     out = y.double()
     for i, slot in enumerate(slots.tolist()):
         if slot >= 0:
@@ -104,7 +104,7 @@ def lora_pairs(ranks: list[int], inner: int, outer: int, dtype: torch.dtype) -> 
 
 
 def lora_arena(pairs: list[tuple[Tensor, Tensor]], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """Concatenate the pairs with unused values in between; return them with their table."""
+    """Concatenate the pairs, with unused NaN values in between; return the arena and its table of offsets and ranks."""
     values, table, end = [], [], 0
     for a, b in pairs:
         parts = [a.flatten(), b.flatten()]

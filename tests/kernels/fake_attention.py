@@ -90,8 +90,8 @@ def cute_flash_attn_varlen_func(
     window_size: tuple[int | None, int | None] = (None, None),
     softcap: float = 0.0,
 ) -> tuple[Tensor, None]:
-    """Stand in for flash_attn.cute.flash_attn_varlen_func, version 4; causal is ignored with a window whose left end is
-    given.
+    """Stand in for flash_attn.cute.flash_attn_varlen_func, version 4. If the left end of the window is given, `causal`
+    is ignored.
     """
     _check_halves(q, k, v, 128)
     assert k.shape[1] == 128, "other sizes are copied row by row"

@@ -8,7 +8,7 @@ from kernels.build import ISA_NEEDS, build, processor_flags
 from kernels.cpu import Library, ThreadPool
 from tests.kernels.builds import PAIR, compiled
 
-# Build, flags, and instruction set. "tiles" emulates AMX in plain C++.
+# By name: build, additional flags, and instruction set of the library. "tiles" emulates AMX in plain C++.
 BUILDS = {
     "avx2": ("avx2", (), "avx2"),
     "pair": ("avx2", PAIR, "avx512"),

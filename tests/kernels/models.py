@@ -32,7 +32,7 @@ class RandomLayer:
 
 @dataclass(frozen=True)
 class RandomDecoder:
-    """The float weights of the reference and of the kernels."""
+    """A decoder with float weights, for the reference and for the kernels."""
 
     dims: DecoderDims
     layers: Sequence[RandomLayer]
@@ -40,19 +40,18 @@ class RandomDecoder:
     sin: Tensor
 
     def caches(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> Tensor:
-        """Return the caches of the reference, NaN where nothing was written: [layers, 2, num_blocks, block_size, Hk,
-        D].
+        """Return empty caches for the reference, filled with NaN: [layers, 2, num_blocks, block_size, Hk, D].
 
-        For the kernels, integer types need additional space for scales in D.
+        Integer types are filled with -1 and have additional space in D, in which the kernels store scales.
         """
         dim = stored_head_dim(self.dims.head_dim, dtype)
         shape = (len(self.layers), 2, num_blocks, block_size, self.dims.num_kv_heads, dim)
         return torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype)
 
     def native(self, name: str, caches: Tensor, num_threads: int = 2, pool: ThreadPool | None = None) -> NativeDecoder:
-        """Return the native decoder with caches of this shape, in the layout of in_kernel_order.
+        """Return the native decoder, which uses these caches; they are in the layout of `in_kernel_order`.
 
-        Without a pool, it shares one with the other tests.
+        If no pool is given, the decoder shares one with the other tests.
         """
         layers = [
             _native_layer(name, layer, *_kernel_views(*cache)) for layer, cache in zip(self.layers, caches, strict=True)

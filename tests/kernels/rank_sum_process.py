@@ -42,7 +42,8 @@ def delay(operation: str, seconds: float) -> None:
 
 
 def run_rank(folder: Path, rank: int, num_ranks: int) -> None:
-    # The last rank reads and writes its part so late that the others begin the next sum; they poll its signals.
+    # The last rank reads and writes its part so late that the others begin the next sum, and poll its signals
+    # meanwhile.
     for operation in ("create_masked_load", "create_masked_store") if rank == num_ranks - 1 else ("create_atomic_rmw",):
         delay(operation, 0.02 if rank == num_ranks - 1 else 0.001)
     size = 2 * NUM_BYTES + signal_bytes(NUM_BYTES, num_ranks)
@@ -59,8 +60,8 @@ def run_rank(folder: Path, rank: int, num_ranks: int) -> None:
 def main() -> None:
     folder, num_ranks = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
-    # Processes are used because the interpreter runs one kernel at a time; they are forked, so that they import
-    # everything once.
+    # The ranks are processes because the interpreter runs one kernel at a time. They are forked, so that modules are
+    # imported only once.
     children = []
     for rank in range(num_ranks):
         child = os.fork()

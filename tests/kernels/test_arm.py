@@ -1,5 +1,5 @@
-"""The ARM build gives the same bits as the x86 builds. It runs in an emulator, so this needs a cross compiler and QEMU
-(Debian: g++-aarch64-linux-gnu, qemu-user-static).
+"""The results of the ARM build are bit-identical to those of the x86 builds. The ARM build runs in an emulator, so
+these tests need a cross compiler and QEMU (Debian: g++-aarch64-linux-gnu, qemu-user-static).
 """
 
 import os
@@ -37,7 +37,7 @@ pytestmark = [
 
 
 def field(values: Tensor | np.ndarray | bytes) -> bytes:
-    """Return a field of the driver's input."""
+    """Return a field of the driver's input: its length and its bytes."""
     data = values if isinstance(values, bytes) else (values.numpy() if isinstance(values, Tensor) else values).tobytes()
     return struct.pack("<q", len(data)) + data
 
@@ -117,7 +117,7 @@ def run(compiler: str, library: Path, emulator: list[str], folder: Path, cases: 
 
 
 def test_the_bits_are_those_of_the_other_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """AVX2 has no dot products of bytes, so layers are compared with the build that emulates AVX-512."""
+    """AVX2 has no dot products of bytes, so linear layers are compared with the build that emulates AVX-512."""
     torch.manual_seed(0)
     linears, others = b"".join(linear_cases()), b"".join([*map(decoder_case, CACHES), draw_case()])
     compiler = os.environ.get("CXX", "g++")

@@ -39,7 +39,7 @@ from tests.kernels.paged import paged_batch
 HOPPER, BLACKWELL, DESKTOP_BLACKWELL, AMPERE = (9, 0), (10, 0), (12, 0), (8, 0)
 CPU = torch.device("cpu")
 CASE = AttentionCase(torch.bfloat16, torch.bfloat16, 8, 2, 64, 256)
-# For each function of a package, by its name in this file: its module, name and stand-in.
+# By the name that this file uses for a package: module, name and stand-in of each of its functions.
 MODULES: dict[str, tuple[tuple[str, str, Callable[..., Any]], ...]] = {
     "2": (("flash_attn", "flash_attn_varlen_func", fake_attention.flash_attn_varlen_func),),
     "3": (("flash_attn_interface", "flash_attn_with_kvcache", fake_attention.flash_attn_with_kvcache),),
@@ -119,7 +119,9 @@ def test_they_compute_paged_attention(
     softcap: float,
     dtype: torch.dtype,
 ) -> None:
-    """A package that needs smaller blocks gets each block as several; one that needs larger blocks gets copies."""
+    """If a package needs smaller blocks, each block is passed as several; if it needs larger blocks, the keys and
+    values are copied.
+    """
     torch.manual_seed(0)
     name, capability = package
     single = name == "flashinfer" and capability == HOPPER
@@ -189,7 +191,7 @@ def test_a_package_limited_to_single_queries_does_not_compute_prompts(monkeypatc
 def test_flashinfer_supports_padding_of_recorded_steps(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], count: int
 ) -> None:
-    """The second sequence has no keys. In a decode step it has one query, and in a mixed step none."""
+    """The second sequence is padding without keys. It has one query in a decode step, and none in a mixed step."""
     install(monkeypatch, "flashinfer")
     batch = paged_batch([20], [count], 16)
     q = torch.randn(count + 1, 6, 64).bfloat16()
@@ -229,7 +231,7 @@ def test_small_blocks_are_copied_only_for_prompts_that_amortize_the_copy(
 
 
 class Scripted:
-    """A backend whose runs take a fixed time each."""
+    """A backend whose run times are determined by the test."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -245,7 +247,7 @@ def test_the_fastest_by_measurement_is_chosen_for_each_kind_of_step() -> None:
     backends: list[AttentionBackend] = [Scripted("a"), Scripted("b")]
     #                ours  a    b
     rows = {
-        DECODES[0]: (10.0, 9.9, 9.8),  # the difference is too small, so our kernel is used
+        DECODES[0]: (10.0, 9.9, 9.8),  # the differences are too small, so our kernel is used
         DECODES[1]: (10.0, 5.0, 6.0),
         DECODES[2]: (10.0, 9.0, 6.0),
         DECODES[3]: (10.0, 20.0, 30.0),
@@ -357,8 +359,8 @@ def test_a_package_that_fails_on_this_machine_is_skipped(caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize("block_size", [256, 16])
 def test_steps_of_a_decoder_use_the_chosen_implementation(monkeypatch: pytest.MonkeyPatch, block_size: int) -> None:
-    """The steps are prompts, decodes, and padded steps of graphs, with flash-attn 2; if the blocks are small, only the
-    prompts.
+    """With large blocks, flash-attn 2 computes prompts, decode steps and padded steps of graphs; with small blocks,
+    only prompts.
     """
     torch.manual_seed(0)
     install(monkeypatch, "2")

@@ -24,7 +24,7 @@ def _forget() -> Iterator[None]:
 
 @pytest.fixture
 def avx512_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Return the path where the build for AVX-512 processors is expected; the AVX2 build is real."""
+    """Return the path where the AVX-512 build is expected, for a test to create it; the AVX2 build is the real one."""
     path = tmp_path / "midstream-avx512-0.so"
     monkeypatch.setattr(loading, "processor_flags", lambda: frozenset(ISA_NEEDS["avx512"] | ISA_NEEDS["avx2"]))
     monkeypatch.setattr(loading, "build", lambda isa: path if isa == "avx512" else build(isa))
@@ -83,7 +83,7 @@ def test_the_compilation_of_a_process_that_was_killed_is_used_by_the_next(tmp_pa
     assert calls.read_text() == "x\n"
     first.kill()
     first.communicate()
-    # A second call of the compiler would wait for a reader of its fifo.
+    # If the compiler were called again, it would wait for a reader of its fifo.
     second = start()
     go_on.write_text("\n")
     assert second.communicate(timeout=60)[0].strip() == "y"

@@ -9,7 +9,7 @@ from kernels.cpu import InputFormat, PackedLinear, WeightFormat, dequantize_bloc
 from kernels.cpu.blocks import random_blocks, round_to_int16
 from tests.kernels.libraries import each_build, library, runnable_builds, threads
 
-MOST_HALF = 32767 - 255  # the level of the largest value of a block of 16-bit inputs, except with INT16 weights
+MOST_HALF = 32767 - 255  # the largest level of 16-bit inputs, except with INT16 weights
 
 GGUF_TYPES = {
     WeightFormat.Q4_1: gguf.GGMLQuantizationType.Q4_1,
@@ -18,7 +18,7 @@ GGUF_TYPES = {
 
 
 def quantized(weight: Tensor, weight_format: WeightFormat) -> tuple[Tensor, Tensor]:
-    """Return the arguments of PackedLinear, and the float values that they represent."""
+    """Return a weight in the form that PackedLinear takes, and the float values that it represents."""
     if weight_format.has_blocks and weight_format not in GGUF_TYPES:
         rows = random_blocks(weight_format, *weight.shape)
         return rows, dequantize_blocks(rows, weight_format, weight.shape[1])
@@ -37,7 +37,7 @@ def quantized(weight: Tensor, weight_format: WeightFormat) -> tuple[Tensor, Tens
 
 
 def rounded(x: Tensor, most: int) -> Tensor:
-    """Return blocks of 32 values, each rounded to a multiple of 1/most of the largest value in its block."""
+    """Round each value to a multiple of the largest value in its block of 32, divided by `most`."""
     blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).view(len(x), -1, 32)
     largest = blocks.abs().amax(dim=-1, keepdim=True)
     # `most / largest` would compute `largest.reciprocal() * most`, which rounds twice.
@@ -90,7 +90,7 @@ def test_any_shape_and_format_equals_the_reference(
 def test_rows_do_not_depend_on_batch_or_threads(
     name: str, weight_format: WeightFormat, input_format: InputFormat
 ) -> None:
-    # Emulated tiles are slow, so a chunk of their weights is smaller.
+    # Emulated tiles are slow, so the matrices are smaller.
     num_blocks, num_outputs, num_all = (9, 100, 60) if name == "tiles" else (33, 200, 260)
     num_inputs = num_blocks // 8 * 256 if weight_format == WeightFormat.Q4_K else num_blocks * 32
     weight, x = torch.randn(num_outputs, num_inputs), torch.randn(num_all, num_inputs)
@@ -115,7 +115,8 @@ def test_products_of_tiles_have_the_same_bits(
     if with_tiles not in runnable_builds:
         pytest.skip("this processor has no AMX")
     source, _ = quantized(torch.randn(200, 1024), weight_format)
-    # The sums have the maximum size, and there are more rows than one pass over the weights processes.
+    # All inputs of rows 3 and 4 have the largest level, and there are more rows than one pass over the weights
+    # processes.
     x = torch.randn(260, 1024) * torch.logspace(-6, 6, 260)[:, None]
     x[3], x[4] = 1.0, -1.0
     x[5, ::2] = 0.0
@@ -148,7 +149,9 @@ def test_a_nan_stays_in_its_row(name: str, input_format: InputFormat) -> None:
 
 @each_build
 def test_the_highest_sums_of_tiles_are_exact(name: str) -> None:
-    """All MXFP4 codes and all inputs have the largest value; sums of bfloat16 products remain below 2^24."""
+    """All MXFP4 codes and all inputs have the largest value; even then, the sums of bfloat16 products remain below
+    2^24.
+    """
     rows = torch.full((70, 34), 0x77, dtype=torch.uint8)
     rows[:, ::17] = 127
     packed = PackedLinear(library(name), [rows], WeightFormat.MXFP4, input_format=InputFormat.INT16)

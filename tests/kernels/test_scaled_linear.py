@@ -29,7 +29,7 @@ def float8_weight(num_rows: int, num_columns: int) -> BlockWeight:
 
 
 def test_rows_are_rounded_by_hand() -> None:
-    # The scales are 1, 2 and 0. 17 is halfway between 16 and 18, of which 16 has the even mantissa.
+    # The scales are 1, 2 and 0. 17 is halfway between 16 and 18, and is rounded to 16, whose mantissa is even.
     x = torch.tensor([[448.0, -17.0, 0.0625], [-896.0, 3.0, 0.0], [0.0, 0.0, 0.0]])
     units, scale = quantize_rows(x)
     assert units.tolist() == [[448.0, -16.0, 0.0625], [-448.0, 1.5, 0.0], [0.0, 0.0, 0.0]]
@@ -38,7 +38,9 @@ def test_rows_are_rounded_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_kernel_rounds_as_the_reference(dtype: torch.dtype) -> None:
-    """Values that are rounded up to a power of two are left out, because the interpreter loses the carry."""
+    """Values that are powers of two after rounding are not compared, because the interpreter loses the carry when it
+    rounds up to one.
+    """
     x = torch.randn(7, 300).to(dtype)[:, 10:211]
     x[2] = 0
     (found, scale), (wanted, wanted_scale) = operations.quantize_rows(x), quantize_rows(x)
@@ -57,8 +59,8 @@ def test_products_equal_float64_except_for_the_rounding_of_inputs() -> None:
     units, scale = quantize_rows(x)
     rounded = units.double() * scale
     assert exact.error(out, exact.linear(rounded, weight.dense(), bias)) < 4e-3  # rounded to bfloat16 twice
-    # With three mantissa bits, the error is at most 1/16 of an element, or of the smallest normal number, 2^-6, times
-    # the scale.
+    # With three mantissa bits, the error is at most 1/16 of the element, or of the smallest normal number, 2^-6 times
+    # the scale, if that is larger.
     assert ((rounded - x.double()).abs() <= torch.maximum(x.double().abs(), scale / 64) / 16).all()
     assert exact.error(out, exact.linear(x, weight.dense(), bias)) < 0.04
 
@@ -94,7 +96,7 @@ def test_the_setting_chooses_between_float8_products_and_our_kernel(monkeypatch:
         launched.append(x)
         return x[:, :48]
 
-    # This replaces the kernel, which the interpreter cannot run in bfloat16.
+    # `multiply` replaces the kernel, which the interpreter cannot run in bfloat16.
     monkeypatch.setattr(operations, "block_linear", multiply)
     monkeypatch.setattr(operations, "quantize_rows", quantize_rows)
     kernels.block_linear(x, weight)

@@ -6,7 +6,7 @@ from kernels.cpu.threads import StepThreads
 
 
 def numbers(threads: StepThreads, num_steps: int, seconds: Callable[[int], float], num_tokens: int = 1) -> list[int]:
-    """Return the numbers chosen for steps that take `seconds` with a number of threads."""
+    """Return the number of threads chosen for each step; `seconds` returns a step's duration, given this number."""
     chosen = []
     for _ in range(num_steps):
         chosen.append(threads.number(num_tokens))
@@ -28,7 +28,8 @@ def test_the_slower_number_is_tried_again_in_one_of_32_steps() -> None:
 def test_the_choice_follows_the_last_eight_times_of_each_number() -> None:
     threads = StepThreads(2)
     numbers(threads, 20, {2: 1.0, 1: 1.5}.__getitem__)
-    # Another program interrupts one of the threads: the mean of seven of eight times passes 1.5 after seven steps.
+    # Another program now interrupts one of the threads. The mean of the last eight times without the longest exceeds
+    # 1.5 after seven steps.
     assert numbers(threads, 10, {2: 1.6, 1: 1.5}.__getitem__) == [2] * 7 + [1] * 3
 
 

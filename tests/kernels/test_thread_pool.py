@@ -58,7 +58,7 @@ def test_threads_without_work_sleep() -> None:
 
 
 def test_a_step_runs_on_the_chosen_number_of_threads_with_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model is large enough for two threads to have work for one token."""
+    """The model is so large that two threads have work even for one token."""
     dims = DecoderDims(1024, num_heads=8, num_kv_heads=2, head_dim=64, ffn_size=2048, eps=1e-5, scale=0.125)
     decoder, batch = random_decoder(dims, 1), paged_batch([1], [1], block_size=16)
     step = (batch.positions, batch.slot_mapping, batch.query_starts, batch.context_lens, batch.block_tables)
@@ -70,7 +70,7 @@ def test_a_step_runs_on_the_chosen_number_of_threads_with_equal_results(monkeypa
     head = PackedLinear(kernels, [torch.randn(50, 1024)], WeightFormat.F32)
 
     def choose(num_threads: int) -> tuple[float, list[float]]:
-        """Return how long the second thread computed during 20 equal steps, and their highest logits."""
+        """Run 20 equal steps; return the second thread's computing time in seconds, and each step's highest logit."""
         monkeypatch.setattr(StepThreads, "number", lambda *_: num_threads)
         seconds = compute_seconds(task)
         chosen = [native.choose(token_ids, *step, token_ids, table, torch.ones(1024), head) for _ in range(20)]

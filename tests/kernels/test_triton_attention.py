@@ -27,7 +27,7 @@ EPSILON = {torch.float32: 1e-6, torch.float16: 2e-3}
 def random_cache(
     batch: PagedBatch, block_size: int, num_kv_heads: int, dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return a cache with NaN in slots beyond the sequences."""
+    """Return a random cache, with NaN in slots that no sequence uses."""
     caches = torch.full((2, batch.num_blocks, block_size, num_kv_heads, dim), torch.nan, dtype=dtype)
     for i, length in enumerate(batch.context_lens.tolist()):
         positions = torch.arange(length)
@@ -190,7 +190,7 @@ def test_a_device_is_filled_with_programs_for_all_kv_heads_together(monkeypatch:
     monkeypatch.setattr(attention, "num_processors", lambda device: 5)
     monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda _, grid: lambda *_, **__: launched.append(grid))
     attend(torch.randn(2, 4, 16), k, v, batch)
-    assert launched == [(2 + 8, 2)]  # three programs for each processor are 15, which is 8 for each of the two heads
+    assert launched == [(2 + 8, 2)]  # 3 programs per processor are 15, rounded up to 8 for each of the 2 KV heads
 
 
 def test_a_sequence_of_more_splits_than_are_joined_at_a_time() -> None:
@@ -217,8 +217,8 @@ def test_more_sequences_than_a_program_reads_at_a_time(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_sequences_without_queries_and_padding_tokens_change_nothing(splits: int) -> None:
-    """As in a recorded step, there are as many tokens as sequences; the first sequence has three tokens and the third
-    has none.
+    """As in a recorded step, there are as many sequences as tokens: the first has three tokens, the second has one, and
+    the others have none. The last token is padding.
     """
     batch = paged_batch([70, 9], [3, 1], 16)
     k, v = random_cache(batch, 16, 1, 16, torch.float32)
@@ -238,9 +238,9 @@ def test_sequences_without_queries_and_padding_tokens_change_nothing(splits: int
         (50, 1, 16000, False, (2, 8, 16)),
         (64, 8, 16000, False, (10, 8, 8)),  # a recorded step with up to 8 sequences
         (32, 8, 16000, False, (9, 8, 9)),  # a recorded step that verifies drafts
-        (64, 8, 128, False, (10, 8, 2)),  # at most the number of key tiles
+        (64, 8, 128, False, (10, 8, 2)),  # at most one split per tile of keys
         (64, 8, 32, False, (10, 8, 1)),
-        (128, 64, 16000, False, (68, 8, 1)),  # the places of up to 64 sequences occupy the device already
+        (128, 64, 16000, False, (68, 8, 1)),  # the tiles of up to 64 sequences already occupy the device
         (512, 1, 16000, False, (17, 8, 2)),
         (513, 1, 16000, False, (17, 8, 1)),
         (50, 1, 16000, True, (4, 8, 1)),
@@ -254,7 +254,7 @@ def test_tiles_of_few_queries_are_split_to_fill_the_device(
     is_batch_invariant: bool,
     grid: tuple[int, int, int],
 ) -> None:
-    """A tile holds 32 queries, 16 if batch-invariant, for each of 8 KV heads, on 132 processors."""
+    """There are 8 KV heads and 132 processors; a tile holds 32 queries, or 16 if batch-invariant."""
 
     class Launches:
         def __init__(self) -> None:
@@ -281,7 +281,7 @@ def test_tiles_of_few_queries_are_split_to_fill_the_device(
         max_queries=num_tokens,
     )
     assert launches["attend"].grids[-1] == grid
-    # Splits are combined by token and head.
+    # The splits are combined by one program per token and head.
     combined = [(num_tokens, 32)] if grid[2] > 1 else []
     assert [one for one in launches["combine"].grids if one[0] == num_tokens] == combined
 

@@ -33,7 +33,7 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def test_every_case_was_compiled_since_its_kernels_changed() -> None:
-    """The process is another one because Triton is in interpreter mode in this one."""
+    """The check runs in another process, because Triton is in interpreter mode in this one."""
     command = [sys.executable, "-W", "error", "-m", "benchmarks.gpu.compiled", "--check", "gate, up and SiLU, 1 row"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"run python -m benchmarks.gpu.compiled --write, for:\n{result.stderr}"
@@ -47,8 +47,8 @@ def test_kernels_use_the_instructions_of_the_device(recorded: list[dict[str, Any
         assert found["prefill", "attend"]["has_hopper_products"] == (capability == 90)
         assert found["prefill", "attend"]["has_matrix_products"]
         assert found["decode, batch 64", "decode"]["has_matrix_products"]
-        # Kernels of the layers in a decode step are dependent; attention for prompts and the write without rotary
-        # embedding are not.
+        # The kernels of a decode step's layers use programmatic dependent launch; attention for prompts and the cache
+        # write without rotary embedding do not.
         layers = [
             ("decode, batch 64", "decode"),
             ("gate, up and SiLU, 1 row", "_linear"),
@@ -69,7 +69,7 @@ def test_all_cases_stay_within_registers_and_shared_memory(recorded: list[dict[s
     for one in recorded:
         assert one["shared_bytes"] <= MAX_SHARED_KIB[one["capability"]] * 1024, one
         assert one["registers"] * one["num_warps"] * 32 <= NUM_REGISTERS, one
-        # These spills are few compared with the work of a tile. Among the 16-bit cases, heads of 256 and
+        # These spills cost little compared with the work of a tile. Among the 16-bit cases, heads of 256 and
         # batch-invariant attention have the most spills.
         most = 400 if "f32" in one["case"] else 64
         assert one["num_spills"] <= (3000 if one["case"] in SLOW_IN_FLOAT32 else most), one

@@ -159,7 +159,7 @@ def test_rows_of_many_tokens_have_their_own_matrices() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(2500, 5), torch.randn(11, 7, 5)
     experts = torch.randint(0, 11, (2500,), dtype=torch.int32)
-    experts[experts == 4] = 5  # no row chooses this one
+    experts[experts == 4] = 5  # no row uses expert 4
     out = operations.grouped_linear(x, weight, experts)
     assert exact.error(out, exact.grouped_linear(x, weight, experts, None, 1)) < 1e-6
 
@@ -187,8 +187,8 @@ def test_weighted_sums_have_the_bits_of_the_reference(dtype: torch.dtype) -> Non
 @pytest.mark.usefixtures("dots_row_by_row")
 @pytest.mark.parametrize("dtype", list(EPSILON))
 def test_the_fused_gate_up_and_activation_of_experts(dtype: torch.dtype) -> None:
-    """The result is bit-identical to that of the two separate operations and, if batch-invariant, to that of a single
-    row.
+    """The result is bit-identical to that of the two separate operations; if batch-invariant, each row is bit-identical
+    to the same row computed alone.
     """
     x, weight = torch.randn(30, 40).to(dtype), torch.randn(3, 2 * 37, 40).to(dtype)
     bias, experts = torch.randn(3, 2 * 37).to(dtype), torch.arange(60, dtype=torch.int32) % 3
@@ -250,8 +250,8 @@ def test_linear(rows: int, inner: int, outer: int, biased: bool) -> None:
 @pytest.mark.usefixtures("dots_row_by_row")
 @pytest.mark.parametrize("kind", ["f", "int8", "int4", "float8"])
 def test_the_fused_gate_up_and_activation(kind: str, dtype: torch.dtype) -> None:
-    """There are few or many rows; batch-invariant results are bit-identical to those of a single row, and of the two
-    separate operations.
+    """The numbers of rows are small and large; batch-invariant results are bit-identical to those of the two separate
+    operations and of single rows.
     """
     x, bias = torch.randn(70, 64).to(dtype), torch.randn(2 * 37).to(dtype)
     run: Callable[..., torch.Tensor]

@@ -56,7 +56,7 @@ sampling_params = st.builds(
 
 @pytest.fixture(params=[1024, 1], ids=["one program for each row", "passes"], autouse=True)
 def most_candidates(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Search with one program for each row, and with passes of several programs."""
+    """Run each test with a search by one program per row, and with a search in passes of several programs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "_FEW", request.param)
         yield
@@ -72,7 +72,9 @@ def test_draws_what_the_worker_draws(params: list[SamplingParams], num_tokens: i
 
 
 def test_few_tokens_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens that may be among the 50 most likely, or whose probability exceeds a share of what top-p excludes."""
+    """The search considers only tokens that might be among the 50 most likely, or that are so likely that top-p might
+    keep them.
+    """
     called: dict[str, tuple[Tensor, ...]] = {}
     run = InterpretedFunction.__getitem__
 
@@ -117,8 +119,8 @@ def test_probabilities_that_differ_in_the_last_bits_are_told_apart() -> None:
 
 
 def test_top_p_applies_to_the_probability_of_exactly_top_k_tokens() -> None:
-    """With one token of 0.5 and five of 0.1, the three tokens that top-k keeps have 0.7. 0.8 of this exceeds the first
-    token's probability, but ties keep all five others.
+    """One token has a probability of 0.5, and five have 0.1, so the three tokens that top-k keeps have 0.7 in total.
+    Top-p keeps 0.8 of this, which is more than the first token has; the other five are tied, so all are kept.
     """
     logits = torch.tensor([[0.5, 0.1, 0.1, 0.1, 0.1, 0.1]]).log().repeat(4, 1)
     params = [SamplingParams(top_k=3, top_p=0.8, seed=seed) for seed in range(4)]
@@ -131,16 +133,16 @@ def test_every_last_bit_of_a_threshold_of_top_k_leaves_top_p_its_share() -> None
     """The last four bits take all values, so that the search ends at each of the 16 pivots."""
     torch.manual_seed(4)
     logits = torch.randn(200, 12) * 2
-    # The kernel's own sums of 16 numbers, since the last bits depend on the order of additions.
+    # Compute the sums over 16 numbers in the same order as the kernel, since the last bits depend on the order.
     padded = torch.nn.functional.pad(logits, (0, 4), value=-torch.inf).numpy()
     weights = np.exp(padded - padded.max(axis=1, keepdims=True))
     fifth = np.sort(np.array([row / row.sum() for row in weights]), axis=1)[:, -5].view(np.int32)
-    # There is one row for each, since the interpreter is slow.
+    # Only one row is used for each value of the last four bits, since the interpreter is slow.
     rows = np.unique(fifth & 15, return_index=True)[1].tolist()
     assert len(rows) == 16
     logits = logits[rows]
-    # Each row has the one of several seeds with which it draws the least likely token: it would draw another token if
-    # fewer were kept.
+    # Each row has the seed that draws its least likely token: if fewer tokens were kept, the row would draw another
+    # one.
     seeds, least = [0] * 16, [-1] * 16
     for seed in range(32):
         drawn = drawn_by_worker(logits, [SamplingParams(top_k=5, top_p=0.6, seed=seed)] * 16)
@@ -153,7 +155,7 @@ def test_every_last_bit_of_a_threshold_of_top_k_leaves_top_p_its_share() -> None
 
 
 def test_a_draw_over_many_blocks_is_the_same_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "_BLOCK", 1024)  # blocks of two parts rather than eight: the interpreter is slow
+    monkeypatch.setattr(kernel, "_BLOCK", 1024)  # blocks of two parts instead of eight, since the interpreter is slow
     torch.manual_seed(1)
     params = [
         SamplingParams(temperature=0.0),
@@ -170,8 +172,8 @@ def test_a_draw_over_many_blocks_is_the_same_in_any_batch(monkeypatch: pytest.Mo
 
 
 def test_every_pass_over_the_vocabulary_is_divided_among_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each program reads at most 4,096 of 128,256 tokens, and the passes over candidates fill the processors. Without
-    top-k and top-p there is no search.
+    """Each program reads at most 4,096 of 128,256 tokens, and passes over candidates have enough programs to fill the
+    device. Without top-k and top-p there is no search.
     """
     launched: list[tuple[str, tuple[int, ...]]] = []
 
@@ -199,7 +201,7 @@ def test_every_pass_over_the_vocabulary_is_divided_among_programs(monkeypatch: p
 
 def test_searches_that_no_row_needs_change_nothing() -> None:
     torch.manual_seed(2)
-    logits = torch.randn(2, 700) * 4  # two parts of a block: the interpreter is slow
+    logits = torch.randn(2, 700) * 4  # only two parts of a block, since the interpreter is slow
     for sampling in (SamplingParams(seed=3), SamplingParams(seed=3, top_k=9), SamplingParams(seed=3, top_p=0.7)):
         params = [replace(sampling, seed=seed) for seed in range(2)]
         limits = {"has_top_k": sampling.top_k > 0, "has_top_p": sampling.top_p < 1}

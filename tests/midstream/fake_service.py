@@ -2,7 +2,8 @@
 
 python -m tests.midstream.fake_service --name NAME --http-port PORT [--mode MODE] [--trace FILE]
 
-Modes: healthy, crash, stubborn, waiting (for others from SIGUSR1 on), draining (exits at the second SIGTERM).
+Modes: healthy, crash, stubborn, waiting (for other components, from SIGUSR1 on), draining (exits at the second
+SIGTERM).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def main() -> None:
     if arguments.mode == "crash":
         print(json.dumps({"level": "error", "message": "model: no such folder"}), file=sys.stderr)
         raise SystemExit(3)
-    signals: list[int] = []  # not an event: its lock may be held by the code that a handler interrupts
+    signals: list[int] = []  # not an event, whose lock may be held by the code that the signal handler interrupts
     if arguments.mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     elif arguments.mode == "draining":

@@ -28,11 +28,11 @@ HEADERS = (
 
 
 class Methods:
-    """Methods whose messages are bytes.
+    """Implementations of the methods; their messages are bytes.
 
     Attributes:
         started: First messages of the calls that have started, in order.
-        canceled: Those of calls whose task was canceled.
+        canceled: First messages of the calls whose task was canceled.
         release: `Wait` returns when this is set.
     """
 
@@ -137,7 +137,7 @@ class Peer:
         return self.send_headers([*headers, *more], ends=ends)
 
     def send_headers(self, headers: Iterable[tuple[str, str]], *, ends: bool = False) -> int:
-        """Send HEADERS with a new stream; return its number."""
+        """Open a new stream with a HEADERS frame; return the stream's number."""
         stream = 2 * self._num_streams + 1
         self._num_streams += 1
         block = self._encoder.encode(list(headers))
@@ -159,7 +159,7 @@ class Peer:
         return stream
 
     def frames(self) -> list[Frame]:
-        """Return the frames other than SETTINGS that the server has written since the last time."""
+        """Return the frames other than SETTINGS that the server has written since the previous call."""
         data, found, at = b"".join(self.transport.writes), list[Frame](), 0
         self.transport.writes.clear()
         while at < len(data):
@@ -177,7 +177,7 @@ class Peer:
 
 
 async def turns(count: int = 10) -> None:
-    """Let the event loop run."""
+    """Run `count` iterations of the event loop."""
     for _ in range(count):
         await asyncio.sleep(0)
 

@@ -47,7 +47,7 @@ class InteropServicer:
         return {}
 
     async def unary_call(self, request: JsonObject, context: _Context) -> JsonObject:
-        """Return as many bytes as asked for."""
+        """Return a payload of the requested size."""
         await _echo_metadata(context)
         await _end_as_asked(request, context)
         return {"payload": "\0" * request.get("size", 0), "received": len(request.get("payload", ""))}

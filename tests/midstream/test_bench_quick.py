@@ -27,7 +27,7 @@ from tests.midstream.test_client import Router, serving
 def test_one_stream_is_compared_with_reading_all_weights_for_each_token() -> None:
     model = open_model_folder("smollm2")
     num_bytes = sum(file.stat().st_size for file in model.weight_files)
-    # The memory bandwidth allows a hundred reads of the weights per second; a token takes 20 ms.
+    # The memory bandwidth allows the weights to be read a hundred times per second; a token takes 20 ms.
     machine = Machine("2.13", "", [], 4, "avx2", [], read_bytes_per_s=100.0 * num_bytes, flops_per_s=2e11)
     one = Summary("one", 45.0, 1.0, 1, 0, (30.0, 30.0), (20.0, 22.0), (1000.0, 1000.0))
     output = io.StringIO()

@@ -91,10 +91,10 @@ async def test_all_become_ready_and_stop_routers_first_and_the_scheduler_last(tm
 async def test_a_service_that_is_not_ready_yet_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_QUICK_STOP_S", 0.2)
     run = Run(tmp_path, KINDS, "stubborn")
-    monkeypatch.setattr(run.supervisor, "_wait_until_ready", lambda stop: stop.wait())  # no service becomes ready
+    monkeypatch.setattr(run.supervisor, "_wait_until_ready", lambda stop: stop.wait())  # never finds the service ready
     await run.until(lambda state: len(state.processes) == 3 and all(is_alive(process) for process in state.processes))
     run.stop.set()
-    async with asyncio.timeout(35):  # without the limit, each of the three would take 40 s
+    async with asyncio.timeout(35):  # without the shorter limit, each of the three processes would take 40 s
         await run.task
     assert not any(is_alive(process) for process in run.supervisor.state.processes)
 
@@ -145,7 +145,7 @@ async def test_a_process_that_only_waits_for_others_is_not_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_MAX_HANG_S", 0.0)
-    monkeypatch.setattr(health, "_TIMEOUT_S", 60.0)  # it responds, but late if the machine stalls
+    monkeypatch.setattr(health, "_TIMEOUT_S", 60.0)  # the process responds, but late if the machine stalls
     probe, num_probes = health.probe_health, 0
 
     async def counted(address: str) -> str | None:
@@ -192,7 +192,9 @@ async def test_a_fast_shutdown_ends_open_streams_and_kills_nothing(
     sent, send = set[str](), supervisor._Process.send
 
     def send_one_at_a_time(process: supervisor._Process, number: signal.Signals) -> None:
-        """Two equal signals are merged if the process does not run between them."""
+        """Wait until the process has handled its first signal: two equal signals are merged if it does not run in
+        between.
+        """
         deadline, name = time.monotonic() + 20, process.state.name
         while name in sent and not (tmp_path / f"{name}.drains").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -202,7 +204,7 @@ async def test_a_fast_shutdown_ends_open_streams_and_kills_nothing(
     monkeypatch.setattr(supervisor._Process, "send", send_one_at_a_time)
     await run.ready.wait()
     run.supervisor.hurry()
-    await run.end()  # without the limit, each of the two would take 40 s
+    await run.end()  # without this limit, two of the processes would take 40 s each
     assert run.trace.read_text().split() == ["router-0", "worker-0", "scheduler-0"]
 
 
@@ -219,7 +221,7 @@ async def test_a_run_continues_and_stops_in_order_after_its_output_was_closed(tm
 
 @pytest.fixture
 def in_terminal() -> Iterator[None]:
-    """Restore the default action of SIGHUP: under nohup it is ignored, and `up` would ignore it too."""
+    """Restore the default action of SIGHUP, which nohup sets to be ignored; `up` would then ignore it too."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -302,7 +304,7 @@ async def test_orphans_of_a_killed_supervisor_are_found_and_ended(tmp_path: Path
 
 @pytest.fixture
 def orphan(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield a process that the state of the run folder names, and whose supervisor is gone."""
+    """Yield a process that is listed in the run folder's state, but whose supervisor is gone."""
     with subprocess.Popen(["sleep", "600"]) as process:
         part = ProcessState("scheduler-0", "scheduler", {}, "", ProcessPhase.READY, process.pid)
         part = replace(part, started_ticks=started_ticks(process.pid))

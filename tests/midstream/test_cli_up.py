@@ -104,7 +104,7 @@ def test_an_unknown_flag_names_the_one_that_may_be_meant(
 
 
 def flags_of_other_servers() -> list[tuple[str, str]]:
-    """Return the pairs of a flag of another server and ours, from the table in docs/migration.md."""
+    """Return pairs of another server's flag and our equivalent, from the table in docs/migration.md."""
     page = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
     rows = page.partition("## Starting")[2].partition("\n## ")[0].splitlines()
     pairs = []
@@ -121,7 +121,7 @@ def test_flags_of_other_servers_are_accepted_or_answered_with_ours(capsys: pytes
         with pytest.raises(SystemExit, match="2"):
             main(["serve", "smollm2", theirs, "1", "--no-such-flag"])
         error = capsys.readouterr().err.splitlines()[-1]
-        if error.endswith("unrecognized arguments: --no-such-flag"):  # `serve` has a flag of this name
+        if error.endswith("unrecognized arguments: --no-such-flag"):  # `serve` accepts the other server's flag
             assert theirs == ours or (theirs, ours) == ("--port", "--http-port")
         else:
             assert theirs in error
@@ -151,7 +151,7 @@ def test_hints_contain_the_address_of_the_started_service(tmp_path: Path) -> Non
 def test_without_a_service_commands_name_the_address(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("midstream.cli.bench.quick.ask_machine")  # fails before the machine is measured
+    monkeypatch.delattr("midstream.cli.bench.quick.ask_machine")  # the command must fail before it measures the machine
     assert main([*command, "--run-dir", str(tmp_path)]) == 1
     output = capsys.readouterr()
     assert f"No Midstream service is running in {tmp_path}" in output.out + output.err
@@ -188,8 +188,8 @@ def test_api_keys_are_written_for_routers_and_for_this_user_alone(tmp_path: Path
     assert first == f"{KEY} client-1"
     assert second == f"{run_dir.token.read_text().strip()} local generate,observe,admin"
     assert {stat.S_IMODE(path.stat().st_mode) for path in (run_dir.api_keys, run_dir.token)} == {0o600}
-    # The detached service keeps its keys. The next service is started without keys: it requires none, and commands send
-    # none.
+    # The detached service keeps its keys. The next service is started without keys, so it requires none, and commands
+    # send none.
     assert use_api_keys(run_dir, [], variables) == {}
     assert run_dir.token.exists()
     assert use_api_keys(run_dir, [], {}) == {}

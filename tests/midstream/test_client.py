@@ -55,8 +55,8 @@ def letters(start: int, end: int) -> pb.GenerateResponse:
 
 
 class Router(service_pb2_grpc.MidstreamServicer):
-    """Streams a word, one letter per chunk; the next entry of `breaks` is the number of letters after which the stream
-    breaks.
+    """Streams a word, one letter per chunk. Each call takes the next entry of `breaks`, the number of letters after
+    which its stream breaks.
     """
 
     def __init__(self, breaks: list[int]) -> None:
@@ -490,7 +490,7 @@ async def test_garbage_collection_of_an_iteration_does_not_block_the_client() ->
             cycle: list[object] = [iteration]
             cycle.append(cycle)
             del iteration, cycle
-            # The collector runs in whichever thread allocates; here it is the client's own.
+            # The garbage collector runs in whichever thread allocates; here, that is the client's own thread.
             client._loop.post(gc.collect)
             assert client.model_info().model == "m"
 

@@ -1,11 +1,11 @@
-"""A service's garbage collector runs full collections only when the process has grown."""
+"""A service's garbage collector runs a full collection only when the process has grown."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-# Prints the number of full collections after each phase, in which the process grows by up to 100,000 objects.
+# After each phase, in which the process grows by 100,000 objects or none, prints the number of full collections so far.
 _SCRIPT = """
 import gc
 from midstream.service import tune_collector
@@ -32,5 +32,6 @@ def test_a_full_collection_runs_only_when_the_process_has_grown() -> None:
     counts = [int(line) for line in result.stdout.split()]
     assert counts[:2] == [0, 0]
     assert counts[3:8] == [1] * 5
-    # The other 1,200,000 objects: one collection per 250,000, and per quarter of the growth from 1,000,000 on.
+    # The remaining 1,200,000 objects cause a collection for every 250,000 objects and, once there are 1,000,000, for
+    # every growth by a quarter.
     assert 4 <= counts[-1] <= 6

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Stream(CommandStream[pb.StreamCommand, pb.StreamBatch]):
-    """A stream whose peer disconnects at the same time as the stream is closed."""
+    """A stream whose peer disconnects at the moment at which the stream is closed."""
 
     def __init__(self) -> None:
         super().__init__("service", "127.0.0.1:1", LinkSettings(1 << 20), "")
@@ -62,7 +62,9 @@ async def test_a_stream_cancelled_while_it_breaks_ends() -> None:
 
 
 class Numbers(CommandStream[pb.StreamCommand, pb.StreamBatch]):
-    """Counts messages; its frames are offered on a port that nothing listens on."""
+    """Records for each message whether it came over frames, and counts the offers of frames; the offered port has no
+    listener.
+    """
 
     batch_class = pb.StreamBatch
 
@@ -118,7 +120,7 @@ async def test_grpc_is_used_if_frames_are_unavailable() -> None:
 
 
 class BrokenCall:
-    """A gRPC call that has ended before its first command is written."""
+    """A gRPC call that ends before its first command is written."""
 
     async def wait_for_connection(self) -> None:
         pass

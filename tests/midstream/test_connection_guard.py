@@ -54,7 +54,9 @@ def test_the_newest_connections_of_an_address_that_has_too_many_are_closed() -> 
 
 
 def test_connections_from_before_there_were_too_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers of descriptors do not tell their order, because those of closed connections are used again."""
+    """The numbers of descriptors do not show the order of the connections, because the numbers of closed connections
+    are reused.
+    """
     with contextlib.ExitStack() as opened, socket.create_server(("127.0.0.1", 0)) as listener:
         accepted: list[socket.socket] = []
 

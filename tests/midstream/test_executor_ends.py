@@ -75,7 +75,8 @@ async def test_a_shutdown_ends_results_with_an_error_and_wakes_readers() -> None
         await asyncio.to_thread(executor.shutdown)
         with pytest.raises(AbortedError):
             await result.aresult(60)
-        # The thread that waits gets the error, or finds that the result's reader has taken it.
+        # The waiting thread receives the request's error as a response or, if the result's reader has taken it, raises
+        # InvalidArgumentError.
         with contextlib.suppress(InvalidArgumentError):
             await asyncio.wait_for(waiting, 60)
         with pytest.raises(InvalidArgumentError, match="shut down"):

@@ -172,7 +172,7 @@ def test_weights_and_tokenizer_of_two_folders(tmp_path: Path) -> None:
 
 
 def test_requests_of_the_executor_api() -> None:
-    """The fields of TensorRT-LLM's Request equal those of the native request."""
+    """The fields of TensorRT-LLM's Request are converted to those of the native request."""
     output = OutputConfig(True, True, True, False, False, True)
     request = Request(
         [1, 2], 9, True, SamplingConfig(beam_width=2, top_p_reset_ids=5, seed=3), output, end_id=7, bad_words=[[4]],

@@ -256,7 +256,7 @@ async def test_a_silent_peer_is_dropped_and_a_responsive_one_kept() -> None:
         await connect(server.offer(lambda _: Peer()), living, keepalive_s=0.05, timeout_s=6)
         connection = await connect(server.offer(lambda _: theirs), silent, keepalive_s=0.05, timeout_s=6)
         assert connection._transport is not None
-        connection._transport.pause_reading()  # so that it receives nothing, as if it hung
+        connection._transport.pause_reading()  # so that the client receives nothing, as if it hung
         await asyncio.wait_for(silent.lost.wait(), WAIT_S)
         assert isinstance(silent.error, TimeoutError)
         await asyncio.wait_for(theirs.lost.wait(), WAIT_S)
@@ -264,7 +264,7 @@ async def test_a_silent_peer_is_dropped_and_a_responsive_one_kept() -> None:
 
 
 class Clock:
-    """The time and the only timer of an event loop."""
+    """A stand-in for an event loop with a settable time and a single timer."""
 
     def __init__(self) -> None:
         self.now = self.due = 0.0
@@ -341,7 +341,7 @@ async def test_tls_requires_certificates_of_the_authority(tmp_path: Path) -> Non
 
 
 async def test_a_connection_that_is_accepted_while_its_server_closes_is_closed() -> None:
-    """asyncio calls back with the transport of an accepted connection only in a later iteration."""
+    """asyncio passes the transport of an accepted connection to its protocol only in a later iteration."""
     server = FrameServer("127.0.0.1", 0, max_message_bytes=1 << 20)
     await server.start()
     before = server._connect()
@@ -358,9 +358,9 @@ async def test_a_connection_without_a_transport_is_closed_when_the_server_closes
     await server.start()
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         await asyncio.sleep(0)
-        await asyncio.sleep(0)  # it is accepted in this iteration, and gets its transport in the next one
+        await asyncio.sleep(0)  # the connection is accepted in this iteration, and gets its transport in the next one
         await server.close()
-        gc.collect()  # a socket that was not closed is a warning, and thus an error
+        gc.collect()  # a socket that was not closed causes a warning, which fails the test
         client.settimeout(WAIT_S)
         with contextlib.suppress(ConnectionResetError):
             assert client.recv(1) == b""

@@ -1,4 +1,4 @@
-"""GBNF as llguidance applies it: the texts that match are those of llama.cpp's definition."""
+"""GBNF grammars run by llguidance: they match the same texts as in llama.cpp's definition."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def matches(tokenizer: llguidance.LLTokenizer) -> Matches:
         ('root ::= "a" |\n  ("b"\n  "c")', "bc"),
         ('root ::= "start: x"', "start: x"),
         ('root ::= "a" ""{3} | ', ""),
-        # A shorter match of a rule or literal than the longest one.
+        # The text matches only if a rule or literal does not take its longest match.
         ('root ::= ident "x"\nident ::= [a-z]+', "abx"),
         ('root ::= "(" root ")" | ident "x"\nident ::= [a-z]+', "(abx)"),
         ('root ::= "a" "b" | "ab" "c" root', "ab"),
@@ -125,7 +125,7 @@ def test_the_reason_says_what_is_wrong(matches: Matches, grammar: str, reason: s
 
 @pytest.mark.parametrize(("grammar", "num_lexemes"), [(JSON, 3), (XML, 2), ("root ::= a+\na ::= [a-z] ','?", 0)])
 def test_rules_that_end_unambiguously_remain_whole(grammar: str, num_lexemes: int) -> None:
-    """Masks of grammars with single characters take hundreds of times as long."""
+    """If rules were split into single characters, masks would take hundreds of times as long."""
     lark = to_lark(grammar.replace("'", '"'))
     assert sum(line.startswith("R") for line in lark.splitlines()) == (num_lexemes or 1)
 
@@ -166,7 +166,9 @@ def written(node: Node) -> str:
 
 
 def ends(node: Node, text: str, start: int, known: dict[tuple[str, int], set[int]]) -> set[int]:
-    """Return where matches of a node at `start` end, given the ends of the rules' matches."""
+    """Return the positions at which matches of a node that begin at `start` end; `known` has the ends of the matches of
+    rules.
+    """
     kind, part, *rest = node
     if kind == "literal":
         return {start + len(part)} if text.startswith(part, start) else set()

@@ -231,7 +231,7 @@ async def test_a_call_that_is_cancelled_after_a_response_ends_on_the_server(inte
 
 async def test_a_deadline_ends_the_call_on_both_sides(interop: InteropServer) -> None:
     def case() -> None:
-        # The call must have arrived before that, even if the machine stalls.
+        # The call must arrive before the timeout, even if the machine stalls.
         call = interop.stub("FullDuplexCall", "stream_stream")(Requests(), timeout=2)
         assert _code_of(lambda: list(call)) is grpc.StatusCode.DEADLINE_EXCEEDED
         unary = interop.stub("SleepingCall")

@@ -100,7 +100,7 @@ async def test_a_message_waits_for_the_windows_of_its_stream_and_connection() ->
     server, _ = serving()
     peer = Peer(server)
     peer.send(wire.SETTINGS, 0, 0, struct.pack(">HL", Setting.INITIAL_WINDOW_SIZE, 20_000))
-    message = bytes(range(250)) * 240  # 60,000 bytes, and 5 of the message's head
+    message = bytes(range(250)) * 240  # 60,000 bytes, plus 5 for the message's header
     stream = peer.call(message)
     await turns()
     frames = peer.frames()
@@ -153,7 +153,7 @@ async def test_updates_of_windows_serve_only_calls_that_can_send() -> None:
     streams = [peer.call(b"x" * 10) for _ in range(20)]
     await turns(40)
     peer.frames()
-    assert not peer.connection._blocked  # each call's own window is closed
+    assert not peer.connection._blocked  # each call's own window is exhausted
     update = wire.window_update(streams[3], 4)
     peer.connection.data_received(wire.window_update(0, 1) * 100 + update * 2)
     await turns()
@@ -172,7 +172,7 @@ async def test_many_updates_of_a_connection_are_one_turn() -> None:
     methods.release.set()
     await turns()
     peer.frames()
-    assert len(peer.connection._blocked) == 4  # the connection's window is closed
+    assert len(peer.connection._blocked) == 4  # the connection's window is exhausted
     peer.connection.data_received(wire.window_update(0, 1) * 100)
     await turns()
     one = [frame for frame in peer.frames() if frame[0] == wire.DATA]
@@ -191,7 +191,7 @@ async def test_a_client_may_reduce_the_size_of_the_header_table(num_calls_before
     for number in range(num_calls_before + 1):
         if number == num_calls_before:
             peer.send(wire.SETTINGS, 0, 0, struct.pack(">HL", 1, 0))
-            peer._decoder.max_allowed_table_size = 0  # it rejects blocks until the table has been reduced
+            peer._decoder.max_allowed_table_size = 0  # rejects header blocks until the server reduces it
         peer.call(b"x")
         await turns()
         blocks = [peer.headers(frame) for frame in peer.frames() if frame[0] == wire.HEADERS]
@@ -203,7 +203,7 @@ async def test_the_last_initial_window_of_a_frame_applies() -> None:
     peer = Peer(server)
     stream = peer.begin("Hold")
     peer.send(wire.WINDOW_UPDATE, 0, stream, struct.pack(">L", 10))
-    # If the first one applied, the window would be too large.
+    # If the first of the sizes were applied, the window would be too large.
     sizes = [(Setting.INITIAL_WINDOW_SIZE, size) for size in (wire.MAX_WINDOW, 0, 1000)]
     peer.connection.data_received(wire.settings(sizes))
     assert peer.connection.calls[stream].window == 1010
@@ -502,7 +502,7 @@ async def test_a_silent_client_is_pinged_and_then_left() -> None:
 async def test_a_client_is_not_left_before_it_was_pinged() -> None:
     server, _ = serving(keepalive_s=10, keepalive_timeout_s=5)
     peer = Peer(server)
-    peer.connection._heard_at -= 100  # the event loop stood still
+    peer.connection._heard_at -= 100  # as if the event loop had stalled
     peer.connection._look()
     await turns()
     assert [frame[0] for frame in peer.frames()] == [wire.PING]

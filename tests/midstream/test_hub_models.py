@@ -114,13 +114,13 @@ def test_a_model_is_downloaded_once_and_served_under_its_name(hub: str, tmp_path
     files = ["config.json", "hf_quant_config.json", "model.safetensors", "tokenizer.json"]
     assert sorted(Hub.downloaded) == ["additional_chat_templates/tool_use.jinja", *files]
     snapshot = tmp_path / "hf" / "hub" / "models--acme--tiny" / "snapshots" / COMMIT
-    # Midstream must not write anything there.
+    # Midstream must not write anything to the snapshot.
     assert sorted(path.name for path in snapshot.iterdir()) == ["additional_chat_templates", *files]
     Hub.downloaded.clear()
     offline = prepare(hub, tmp_path, "acme/tiny", HF_HUB_OFFLINE="1")
     assert offline.returncode == 0, offline.stderr
     assert Hub.downloaded == []
-    # The folder itself is served under the same name.
+    # If the snapshot's folder is given instead, the model has the same name.
     assert "acme/tiny is in" in prepare(hub, tmp_path, str(snapshot)).stdout
 
 

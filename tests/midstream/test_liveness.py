@@ -53,7 +53,7 @@ def test_a_standby_is_alive_and_ready_but_not_healthy(progress: Progress, addres
 
 
 def test_a_service_whose_loop_hangs_is_neither_ready_nor_alive(progress: Progress, address: str) -> None:
-    loop = progress.loop("loop", timeout_s=-1)  # any work in progress is late
+    loop = progress.loop("loop", timeout_s=-1)  # any work in progress exceeds this timeout
     loop.touch()
     assert (status(address + "/health"), status(address + "/live")) == (503, 503)
     loop.idle()

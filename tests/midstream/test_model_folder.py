@@ -58,8 +58,8 @@ def write_gguf(
     adds_bos: bool | None = None,
     end: str = "<end>",
 ) -> Path:
-    """Write a GGUF file with a vocabulary of 256 bytes, `ab`, and a control token, which is the end token if `ends` has
-    no others.
+    """Write a GGUF file with a small vocabulary that includes `ab` and a control token, which is the end token unless
+    `ends` specifies others.
     """
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(64)
@@ -186,7 +186,7 @@ def test_large_weights_are_told_apart_by_samples(folder: Path, monkeypatch: pyte
     weights = bytearray(64 << 20)
     prints = set()
     for place in (0, 32 << 20, (64 << 20) - 1):  # the first byte, a byte in the middle, and the last byte
-        for offset in range(0, 1 << 20, 32 << 10):  # fine-tuned weights differ everywhere, not only in a single byte
+        for offset in range(0, 1 << 20, 32 << 10):  # fine-tuned weights differ everywhere, not only in one byte
             if place + offset < len(weights):
                 weights[place + offset] ^= 1
         (folder / "model.safetensors").write_bytes(weights)
@@ -260,7 +260,7 @@ def test_dimensions_have_the_names_that_transformers_gives_them(folder: Path, fa
     """transformers reads the same folder through the attribute_map of the model or of its language model."""
     made = getattr(transformers, f"{family}Config")()
     made.save_pretrained(folder)
-    if family == "Bloom":  # this model has no limit; its checkpoints contain the training length
+    if family == "Bloom":  # Bloom has no maximum length; its checkpoints contain the training length
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"seq_length": 2048}))
     model = open_model_folder(str(folder))

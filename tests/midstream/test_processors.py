@@ -14,7 +14,7 @@ def machine(root: Path, files: dict[str, str]) -> Path:
 
 
 def siblings(*lists: str) -> dict[str, str]:
-    """Write topology files for processors 0, 1, ... with these sibling lists."""
+    """Return the topology files of processors 0, 1, ... with these sibling lists."""
     return {f"sys/devices/system/cpu/cpu{i}/topology/core_cpus_list": text for i, text in enumerate(lists)}
 
 

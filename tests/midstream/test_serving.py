@@ -32,7 +32,7 @@ from protos import stats_pb2 as stats
 from tests.faults.hosts import relay
 
 NAME = "midstream.v1.Midstream"
-# Longer than the delays between attempts to connect to a process that is gone.
+# Longer than the delays between attempts to reconnect to a process that is gone.
 LATENCY_S = 0.6
 # The machine may stall for seconds.
 WAIT_S = 60
@@ -318,7 +318,7 @@ async def test_connections_are_limited_in_total_and_for_an_address() -> None:
         assert await refused.read() == b""
         left.close()
         async with asyncio.timeout(WAIT_S):
-            while True:  # until the server has detected it
+            while True:  # until the server has detected the disconnect
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 streams.append((reader, writer))
                 with contextlib.suppress(asyncio.IncompleteReadError, ConnectionResetError):
@@ -335,7 +335,7 @@ async def test_a_connection_accepted_while_the_server_stops_is_closed() -> None:
     await server.start()
     with socket.create_connection(("127.0.0.1", port)) as client:
         await asyncio.sleep(0)
-        await asyncio.sleep(0)  # it was accepted, and its task has not begun
+        await asyncio.sleep(0)  # the connection has been accepted, but its task has not begun
         await server.stop(0)
         client.settimeout(WAIT_S)
         assert await asyncio.to_thread(client.recv, 1) == b""
@@ -420,7 +420,7 @@ def test_idle_connections_of_one_address_leave_room_for_others() -> None:
         for _ in range(200):
             idle = socket.create_connection(("127.0.0.1", server.port), source_address=("127.0.0.2", 0))
             opened.enter_context(idle)
-        for _ in range(40):  # more than one address may have open at once
+        for _ in range(40):  # more connections than one address may have open at once
             assert get(server.port, "/health")[0] == 200
     server.stop()
 

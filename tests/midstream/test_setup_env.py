@@ -23,7 +23,7 @@ def test_steps_are_numbered_and_their_output_goes_to_the_log(
     steps.run("First", [script("print('noise')"), script("import sys; print('warning', file=sys.stderr)")])
     steps.run("Second", [])
     printed = capsys.readouterr()
-    # If the process starts slowly, the output also contains the time so far, indented.
+    # If a step takes long, the output also contains indented lines with the elapsed time.
     lines = [re.sub(r"\d+ s$", "N s", line) for line in printed.out.splitlines() if not line.startswith(" ")]
     assert lines == ["[1/2] First", "[1/2] First: N s", "[2/2] Second", "[2/2] Second: N s"]
     assert printed.err == ""
@@ -60,7 +60,7 @@ def test_pytorch_for_cpus_comes_from_its_own_index_unless_pip_has_another_source
 
 
 def test_the_pins_admit_every_build_of_pytorch() -> None:
-    """Its CUDA builds require one version of Triton, which is not the newest."""
+    """Each of PyTorch's CUDA builds requires a specific version of Triton, which is not the newest."""
     pins = [line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()]
     assert "torch" in pins
     assert "triton" not in pins

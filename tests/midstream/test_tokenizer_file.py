@@ -1,4 +1,4 @@
-"""Tokens that only tokenizer_config.json has are read as by transformers."""
+"""Tokens that only tokenizer_config.json defines are treated as transformers treats them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXTS = ("", "a b", "<s>a</s> b", " b<extra>  a", "a<tool>b <tool>", "<|end|><|e
 
 
 def write_folder(folder: Path, config: dict[str, Any], template: str | None = None) -> Path:
-    """Create a byte-level tokenizer. Of <s>, </s> and <|end|> in its vocabulary, only <s> is an added token."""
+    """Write a byte-level tokenizer. Its vocabulary contains <s>, </s> and <|end|>, but only <s> is an added token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet, "<s>", "</s>", "<|end|>", "ab"]
     tokenizer = Library(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[("a", "b")]))

@@ -1,4 +1,4 @@
-"""Scores computed from the answers that a model was trained to give."""
+"""Scores computed from the probabilities of the answers that a model was trained to give."""
 
 from __future__ import annotations
 

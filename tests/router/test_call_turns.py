@@ -1,4 +1,4 @@
-"""Only a few calls of one client, other than requests, are processed at the same time."""
+"""Only a few calls of one client, apart from generation requests, are processed at the same time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.pipeline.call_turns import CallTurns
 
 
 class Servicer(service_pb2_grpc.MidstreamServicer):
-    """Holds its calls until `go`, and reports those that have begun."""
+    """Holds its calls until `go` is set, and reports the client of each call that has begun."""
 
     def __init__(self) -> None:
         self.begun: asyncio.Queue[str] = asyncio.Queue()
@@ -53,7 +53,7 @@ async def test_queries_of_a_client_wait_for_its_others_and_aborts_do_not() -> No
         stub: Any = service_pb2_grpc.MidstreamStub(channel)
         calls = [stub.ListLoras(loads_pb2.ListLorasRequest(), metadata=(("client", "a"),)) for _ in range(5)]
         begun = [await servicer.begun.get(), await servicer.begun.get()]
-        # Calls of one channel are processed in order, so the remaining queries have arrived before these.
+        # Calls of one channel are processed in order, so the remaining queries have arrived before the next two calls.
         calls.append(stub.Abort(loads_pb2.AbortRequest(), metadata=(("client", "a"),)))
         calls.append(stub.ListLoras(loads_pb2.ListLorasRequest(), metadata=(("client", "b"),)))
         begun += [await servicer.begun.get(), await servicer.begun.get()]

@@ -1,4 +1,4 @@
-"""The parts of a call run concurrently, and a call that fails is freed at once."""
+"""The parts of a call run concurrently, and the memory of a failed call is freed at once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ async def error_of(call: Awaitable[object]) -> weakref.ref[BaseException]:
 
 
 async def is_freed(call: Awaitable[object]) -> bool:
-    """Return whether the error of a call is freed, together with everything that its traceback holds."""
+    """Return whether the error of a failed call is freed at once, together with everything that its traceback
+    references.
+    """
     error = await error_of(call)
     await asyncio.sleep(0)
     return error() is None

@@ -1,4 +1,4 @@
-"""Tools combined with a format for the answer, required calls that are cut off, and `strict` that has no effect."""
+"""Tools in combination with a response format, required calls that are cut off, and `strict` where it has no effect."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_an_invalid_schema_is_left_to_the_check_of_guides() -> None:
 
 def test_schemas_of_required_calls_may_have_references() -> None:
     def tree(kind: str) -> dict[str, object]:
-        """Return a schema, as pydantic writes it, of a value and trees."""
+        """Return the schema of a tree whose nodes have a value of this type, as pydantic would write it."""
         fields = {"value": {"$ref": "#/$defs/Value"}, "near": {"type": "array", "items": {"$ref": "#"}}}
         known = {"type": "object", "properties": fields, "required": ["value"], "additionalProperties": False}
         return {**known, "$defs": {"Value": {"type": kind, "description": 'see "$ref": "#"'}}}

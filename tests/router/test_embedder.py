@@ -1,4 +1,4 @@
-"""Which tokens of an input contribute to its embedding, and how a request for one may end."""
+"""The pooling of embeddings that a model specifies, and embedding requests that are aborted."""
 
 from __future__ import annotations
 

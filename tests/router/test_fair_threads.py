@@ -96,7 +96,9 @@ async def test_the_work_of_a_client_that_waits_is_limited() -> None:
 
 
 async def test_waiting_callers_that_are_cancelled_in_the_iteration_in_which_a_thread_ends_take_no_slot() -> None:
-    """Cancelling a task cancels its turn at once, but the task itself runs only afterwards."""
+    """Cancelling a task cancels its place in the queue at once, but the task itself handles the cancellation only
+    later.
+    """
     threads, gate = FairThreads(1, "test"), Gate()
     first = run_for("a", threads, gate.function("first"))
     await gate.until_begun(1)

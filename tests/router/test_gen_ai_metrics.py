@@ -1,4 +1,4 @@
-"""Routers send OpenTelemetry's metrics of generative AI servers to a collector."""
+"""Routers send the metrics that OpenTelemetry defines for generative AI servers to a collector."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = ("request.duration", "time_to_first_token", "time_per_output_token")
 
 
 async def ask(cluster: Cluster, client: AsyncClient, num_tokens: int, **fields: Any) -> Result:
-    """Run a request whose first token arrives before the others; without tokens it fails."""
+    """Run a request whose tokens arrive one at a time; if `num_tokens` is 0, it fails."""
     stream = client.generate(**fields)
     collecting = asyncio.create_task(stream.result())
     await cluster.scheduler.until(lambda: stream.request_id in cluster.scheduler.requests)

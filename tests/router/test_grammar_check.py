@@ -18,7 +18,7 @@ from router.pipeline import grammar_check
 from router.pipeline.grammar_check import GrammarChecker
 
 LIMIT_S = 1.0
-# Time limit for guides that must pass, since the machine may stall for seconds.
+# Time limit for guides that must pass; it is long because the machine may stall for seconds.
 PATIENT_S = 60.0
 # Sufficient for one check, and for a restart of the process on a slow machine.
 MOST_S = 60.0
@@ -98,7 +98,7 @@ async def test_abusive_requests_fail_within_their_limit_and_later_ones_pass(
     assert time.monotonic() - started < MOST_S
     assert raised.value.field == "guided_decoding.guide"
     assert len(raised.value.message) < 300
-    # The check is repeated because the machine may have stalled for longer than the limit.
+    # This check is repeated if it fails, because the machine may have stalled for longer than the limit.
     deadline, number = time.monotonic() + MOST_S, 0
     while problem := await problem_of(strict, guide("REGEX", f"after {kind} {number}")):
         assert "takes more than" in problem

@@ -48,7 +48,7 @@ INPUTS: tuple[dict[str, Any], ...] = (
     {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
     {"query": "hello", "documents": ["a", "b"]},
 )
-# The fields of each API, without those of nested objects.
+# The top-level fields of each API.
 NAMES = {path: sorted({name.split(".")[0] for name in table}) for path, table in TABLES.items()}
 BATCH_NAMES = ("input_file_id", "endpoint", "completion_window", "metadata")
 ALL_NAMES = sorted({*BATCH_NAMES, *(name for names in NAMES.values() for name in names)})
@@ -67,7 +67,7 @@ _RANGES = {
 
 
 def value_of(field: FieldDescriptor, draw: random.Random, depth: int) -> Any:
-    """Return a value for a field's type: a limit of its range, or a message of such values."""
+    """Return a random value of a field's type, such as a limit of its range, or a message with such values."""
     kind = field.cpp_type
     if kind == _Field.CPPTYPE_MESSAGE:
         assert field.message_type is not None
@@ -143,10 +143,11 @@ async def call_rpc(channel: Any, draw: random.Random, methods: list[Any]) -> str
         else:
             await call
     code = await call.code()
-    # gRPC itself responds with this status to invalid bytes.
+    # gRPC itself responds with these statuses to invalid bytes.
     if is_damaged and code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
         return "damaged"
-    # These are the statuses of the service. The client library also reports INTERNAL when a deadline ends its request.
+    # Only the service's own internal errors count, since the client library also reports INTERNAL if a deadline ends
+    # its call.
     is_defect = code in UNEXPECTED and "internal error" in (await call.details() or "")
     return f"{code.name} of {name}" if is_defect else code.name
 
@@ -242,17 +243,17 @@ async def test_nothing_that_a_client_sends_harms_another(cluster: Cluster, round
     assert not [status for status in by_grpc if " of " in status], by_grpc
     assert not [status for status in by_http if status.startswith("5") and status[:3] not in ("503", "504")], by_http
     assert {path for _, path in routes} == {status.partition(" ")[2] for status in by_http}
-    num_answered = by_grpc.total() - by_grpc["DEADLINE_EXCEEDED"]  # on a slow machine, few calls end before that
+    num_answered = by_grpc.total() - by_grpc["DEADLINE_EXCEEDED"]  # on a slow machine, few calls meet their deadline
     assert by_grpc["INVALID_ARGUMENT"] > num_answered // 25
     assert grown < MAX_GROWTH_BYTES
     assert after
-    # Clients and services share one event loop here, and the times alone are those of an idle loop. The machine may
-    # stall for seconds, so a tenth may take longer.
+    # Clients and services share one event loop here, and `alone` was measured on an idle loop, so the limit is wide. A
+    # tenth of the requests is allowed to take longer, because the machine may stall for seconds.
     assert sorted(beside)[len(beside) * 9 // 10] <= max(3 * max(alone), 10.0)
 
 
 async def own_first_token(cluster: Cluster, client: AsyncClient) -> list[float]:
-    """Return the seconds until the first token of a request, while all other load was running."""
+    """Return the seconds until the first token of a request that runs concurrently with all other load."""
     scheduler, name, began = cluster.scheduler, f"probe-{time.monotonic_ns()}", time.monotonic()
     stream = client.generate(token_ids=[1, 2, 3], request_id=name, timeout_s=60)
     first = asyncio.ensure_future(anext(stream))

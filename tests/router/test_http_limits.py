@@ -35,7 +35,7 @@ from tests.router.conftest import Cluster
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Answer in three pieces, a quarter of a second apart, after the body is complete."""
+    """Answer in three pieces, a quarter of a second apart, once the request body is complete."""
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -60,8 +60,8 @@ async def exchange(port: int, data: bytes, source: str = "127.0.0.1") -> tuple[b
 
 
 async def open_and_send(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect and send `data` before the server, which runs in the same event loop, accepts the connection: a machine
-    that stalls in between would use up the time limit for the data.
+    """Connect and send `data` before the server, which runs in the same event loop, accepts the connection. Otherwise,
+    if the machine stalled in between, the server's time limit for the data could expire.
     """
     client = socket.create_connection(("127.0.0.1", port))
     client.sendall(data)
@@ -92,7 +92,7 @@ async def test_connections_that_arrive_together_leave_turns_to_others(kind: str)
     grpc_port = grpc_server.add_port("127.0.0.1", 0)
     http_port.start()
     await grpc_server.start()
-    await exchange(http_port.port, b"invalid\r\n\r\n")  # it is started
+    await exchange(http_port.port, b"invalid\r\n\r\n")  # when it is answered, the port is serving
     waiting, most = [], 0
     with contextlib.ExitStack() as opened:
         for _ in range(64):
@@ -113,9 +113,7 @@ async def test_connections_that_arrive_together_leave_turns_to_others(kind: str)
 
 
 async def asked_without_end(*, has_begun: bool) -> tuple[HttpPort, asyncio.Task[tuple[bytes, float]]]:
-    """Return a port and a client's exchange with it, whose request runs and never ends; with `has_begun`, its response
-    has begun.
-    """
+    """Return a port, and the task of a client whose request never ends; with `has_begun`, the response has begun."""
     running = asyncio.Event()
 
     async def wait(scope: Any, receive: Any, send: Any) -> None:
@@ -141,7 +139,7 @@ async def test_requests_that_outlast_the_drain_time_are_rejected(
     answer, _ = await asked
     assert answer.split()[1:2] == ([b"200"] if has_begun else [b"503"])
     assert (b"retry-after: 1\r\n" in answer) is not has_begun
-    assert not answer.endswith(b"\r\n0\r\n\r\n")  # not mistaken for a complete one
+    assert not answer.endswith(b"\r\n0\r\n\r\n")  # the client must not mistake the response for a complete one
     assert not [record for record in caplog.records if record.exc_info]
 
 
@@ -173,7 +171,9 @@ async def bodies(scope: Any, receive: Any, send: Any) -> None:
 @pytest.mark.parametrize("framing", ["length", "chunks"])
 @pytest.mark.parametrize("offer", [b"h2c", b"websocket"])
 async def test_a_request_that_offers_another_protocol_keeps_its_body(offer: bytes, framing: str) -> None:
-    """Java's and curl's clients offer HTTP/2 with a request. Its body is not another request either."""
+    """Java's HTTP client and curl offer an upgrade to HTTP/2 in a request. The body of this request must not be parsed
+    as another request.
+    """
     offers = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nUpgrade: " + offer + b"\r\n"
     text = b"GET /inner HTTP/1.1\r\nhost: x\r\n\r\n"
     if framing == "length":
@@ -214,7 +214,7 @@ async def test_an_answer_may_take_longer_than_its_request() -> None:
     sent = b"GET / HTTP/1.1\r\nhost: x\r\n"
     port = HttpPort(echo, "127.0.0.1", 0, head_timeout_s=0.3, body_timeout_s=0.3)
     port.start()
-    # The header of a pipelined request waits for the response to the first request.
+    # The incomplete header of a pipelined request must not time out before the first request has been answered.
     reader, writer = await open_and_send(port.port, sent + b"\r\n" + sent)
     async with asyncio.timeout(60):
         answer = await reader.read()
@@ -334,7 +334,7 @@ async def test_web_pages_may_call_the_port_if_their_origin_is_listed() -> None:
 
 
 async def test_web_pages_of_other_sites_cannot_send_calls() -> None:
-    """Their browsers would send a POST of plain text without a preflight."""
+    """A browser would send a POST request with plain text from such a page without a preflight."""
     own, other = "origin: http://x\r\n", "origin: https://chat.example\r\n"
     for listed, method, headers, status in (
         ("", "POST", "", b"200"),
@@ -384,7 +384,7 @@ async def test_bodies_wait_for_earlier_ones_of_their_client_only() -> None:
     first, second = (asyncio.create_task(budget.reserve("a", size)) for size in (100, 10))
     await asyncio.wait_for(budget.reserve("b", 400), 60)
     assert budget.num_bytes == 750
-    budget.remove("a", 40)  # too little room for the first body; the second does not overtake it
+    budget.remove("a", 40)  # still too little room for the first body, which the second must not overtake
     await asyncio.sleep(0)
     assert not first.done() and not second.done()  # noqa: PT018
     budget.remove("a", 10)
@@ -460,7 +460,7 @@ async def test_unfinished_bodies_of_one_client_do_not_block_others(cluster: Clus
     authenticator = Authenticator(tokens=TokenFile(str(tmp_path / "tokens")))
     part = await cluster.add_router(await cluster.add_detokenizer(), authenticator=authenticator)
     assert part.http is not None
-    size = 4 << 20  # the largest body
+    size = 4 << 20  # the maximum size of a body
     token = "authorization: Bearer token-of-a-hoarder"
     head = f"POST /tokenize HTTP/1.1\r\nhost: x\r\n{token}\r\ncontent-length: {size}\r\n\r\n"
     opened = [await asyncio.open_connection("127.0.0.1", part.http.port) for _ in range(6)]
@@ -500,7 +500,7 @@ async def test_large_bodies_of_a_client_are_parsed_one_at_a_time_beside_the_even
         if len(running) > 1:
             two_at_once.set()
         may_go_on.wait(60)
-        two_at_once.wait(0.02)  # enough time for another one to start
+        two_at_once.wait(0.02)  # enough time for another body's parser to start
         running.pop()
         return len(body.fields)
 

@@ -1,6 +1,6 @@
 """Routing by cached prefixes, with 16 real scheduler cores whose events are late, lost and duplicated.
 
-The output of each cell is checked token by token, however wrong the index is.
+Every token of each cell's output is checked; it must be correct even if the index is wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_CELLS, NUM_SESSIONS, NUM_TURNS = 16, 40, 5
 
 @dataclass
 class Cell:
-    """A core with one worker group, and the index that a router has of its cache."""
+    """A core with one worker group, and a router's index of its cache."""
 
     name: str
     load: int = 0
@@ -96,8 +96,8 @@ def never(_: Cell, __: random.Random) -> None:
 
 
 def num_hits(deliver: Deliver) -> tuple[int, list[Cell]]:
-    """Run a trace of sessions with four common prefixes; return the number of prompt tokens that were cached in the
-    chosen cells.
+    """Run a trace of sessions with four common prefixes; return the number of prompt tokens that were found in the
+    caches of the chosen cells, and the cells.
     """
     dice, faults = random.Random(11), random.Random(12)
     cells = [Cell(f"cell {number}") for number in range(NUM_CELLS)]
@@ -117,7 +117,7 @@ def num_hits(deliver: Deliver) -> tuple[int, list[Cell]]:
 
 
 def oracle(cell: Cell, _: random.Random) -> None:
-    """Route with an index that always matches the caches of the cells."""
+    """Make a cell's index match its cache."""
     cell.index = KvIndex()
     cell.index.apply(kv_snapshot_proto(0, cell.harness.core.groups))
 

@@ -1,4 +1,4 @@
-"""Long JSON texts are parsed as `json.loads` parses them, and rendered, without stalling other threads."""
+"""Long JSON texts are parsed with the same results as by `json.loads`, and rendered, without stalling other threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VALUES = st.recursive(
 
 @st.composite
 def texts(draw: st.DrawFn) -> str:
-    """JSON in which some characters may have been replaced."""
+    """Generate JSON texts in which up to two characters have been replaced."""
     text = json.dumps(draw(VALUES), indent=draw(st.sampled_from((None, 1))))
     for _ in range(draw(st.integers(0, 2))):
         at = draw(st.integers(0, len(text)))
@@ -63,7 +63,7 @@ def test_a_number_that_is_too_large_is_refused() -> None:
     [b'"\xed\xa0\xbd"', b'"\xff"', b'"\\ud83d"', b'"\\uD83D\\u0041"', '"\\udc00"'.encode("utf-16")],
 )
 def test_half_of_a_surrogate_pair_is_refused(text: bytes, more: int) -> None:
-    """The standard parser would decode it, as bytes or as an escape."""
+    """Python's JSON parser accepts it, whether it is encoded as bytes or escaped."""
     if more and text.startswith(b'"'):
         text = b"[" + b'"", ' * more + text + b"]"
     with pytest.raises(UnicodeError):

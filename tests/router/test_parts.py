@@ -83,7 +83,7 @@ async def test_output_before_a_loss_is_delivered_before_the_error() -> None:
 async def test_a_chunk_that_is_a_whole_sequence_may_be_larger_than_what_a_slow_client_may_leave() -> None:
     stream = ClientStream("r", 2_000)
     stream.push(Chunk(0, 0, [1] * 1000, is_sequence_final=True))
-    stream.push(Chunk(1, 0, [1] * 1000))  # from the beginning, as when the stream is resumed
+    stream.push(Chunk(1, 0, [1] * 1000))  # starts at the first token, as in a resumed stream
     assert [len(chunk.token_ids) for chunk in await stream.take()] == [1000, 1000]
     stream.push(Chunk(1, 1000, [1]))
     stream.push(Chunk(1, 1001, [1] * 1000))
@@ -220,7 +220,7 @@ async def test_discovery_follows_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_the_active_scheduler_of_several_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second scheduler takes over while the first still responds; the first is not used again until it has a higher
-    epoch. Until one is active, a standby takes its place.
+    epoch. Before any scheduler is active, a standby is used.
     """
     rounds: list[dict[str, int]] = [
         {"a:1": 0, "b:1": 0},
@@ -242,7 +242,7 @@ async def test_the_active_scheduler_of_several_is_used(monkeypatch: pytest.Monke
         assert found.target_of(addresses[0]) in ("one-of:a:1|b:1", "c:1")
         if len(changes) == 3:
             done.set()
-            running.cancel()  # at once, before it asks again
+            running.cancel()  # at once, before the discovery asks again
 
     monkeypatch.setattr(discovery, "_INTERVAL_S", 0.001)
     found = Discovery("one-of:a:1|b:1,c:1", field="schedulers", on_change=note, get_epoch=get_epoch)
@@ -268,7 +268,7 @@ def test_a_setting_without_addresses_is_refused(targets: str) -> None:
 
 
 async def test_a_cell_stays_the_same_when_its_standby_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Therefore a repeated request goes to the successor, which has recovered the first one."""
+    """A repeated request therefore goes to the successor, which has recovered the original request."""
     epochs = {"a:1": 1, "b:1": 0, "c:1": 0, "d:1": 1}
 
     async def epoch_of(settings: LinkSettings, address: str, name: str) -> int:

@@ -43,7 +43,7 @@ def authenticator(folder: Path) -> Authenticator:
 
 
 def methods() -> Iterator[tuple[str, bool, bool]]:
-    """Return the names of all methods that clients can call, and whether they stream requests and responses."""
+    """Yield the name of each method that clients can call, and whether it streams requests and responses."""
     for module in (service_pb2, kserve_pb2, openengine_pb2):
         for service in module.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
@@ -68,7 +68,7 @@ def test_contents_and_adapters_are_for_admins_and_loads_for_observers() -> None:
 
 
 async def call(address: str, token: str, method: tuple[str, bool, bool], timeout_s: float) -> grpc.StatusCode:
-    """Return the status of an empty call, or OK if the method answers and continues."""
+    """Call a method with an empty message; return the status, which is OK for a stream once a message arrives."""
     name, _, streams = method
     async with open_channel(address, token=token) as opened:
         channel: Any = opened
@@ -103,7 +103,8 @@ async def test_each_role_reaches_its_methods_and_no_others(cluster: Cluster, tmp
             is_open = route.path in ("/health", "/live", "/dashboard", "/", "/docs")
             may = is_open or role is Role.ADMIN or role in roles_for_path(route.path)
             assert (status == 403) is not may, (role, route.path, status)
-            # Paths that are not listed require admin, so a new path cannot be left open by mistake.
+            # Every path must be listed. A path that is not listed requires the role admin, so a new path cannot be left
+            # open by mistake.
             assert is_open or any(route.path.startswith(prefix) for prefix, _ in _HTTP)
 
 

@@ -203,7 +203,9 @@ async def test_the_port_of_a_router_cannot_be_shared() -> None:
 
 
 async def test_routers_share_ports(start: Start) -> None:
-    """The kernel divides connections among the routers; those after a router's death go to the other one."""
+    """The kernel distributes connections among the routers; after a router's death, new connections go to the other
+    one.
+    """
     shared = free_ports(2)
     detokenizer = await start("detokenizer")
     ports = ("--shared-port", str(shared[0]), "--shared-http-port", str(shared[1]))
@@ -225,7 +227,9 @@ async def test_routers_share_ports(start: Start) -> None:
 async def test_a_draining_router_leaves_the_shared_ports_at_once(
     scheduler: tuple[ScriptedScheduler, str], start: Start
 ) -> None:
-    """Even while it waits for its gRPC calls, new connections and the next calls of idle ones go to other routers."""
+    """Even while a draining router waits for its gRPC calls to end, new connections to the shared ports and the next
+    calls of idle ones go to other routers.
+    """
     feed, _ = scheduler
     shared = free_ports(2)
     ports = ("--shared-port", str(shared[0]), "--shared-http-port", str(shared[1]))
@@ -258,7 +262,7 @@ async def open_http(opened: contextlib.AsyncExitStack, port: int) -> Connection:
 
 
 async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-    """Send a request; return the head of the response, in lower case."""
+    """Send a request; return the status line and headers of the response in lower case."""
     writer.write(b"HEAD /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
     return (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)).decode().lower()
 
@@ -280,7 +284,7 @@ def _is_open(entry: Any, port: int) -> bool:
 async def test_a_router_receives_no_larger_messages_than_its_model_needs() -> None:
     (port,) = free_ports(1)
     serving = asyncio.create_task(router.serve(RouterConfig(port=port, http_port=0)))
-    # Float32 embeddings of the whole context of 8,192 tokens, and some megabytes more, fit.
+    # The limit allows float32 embeddings for the whole context of 8,192 tokens, plus some megabytes.
     request = generation_pb2.GenerateRequest(prompt="a" * (32 << 20))
     async with open_channel(f"127.0.0.1:{port}") as channel:
         call: Any = service_pb2_grpc.MidstreamStub(channel).Generate(request, wait_for_ready=True, timeout=60)

@@ -69,7 +69,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) ->
 
     def encode() -> None:
         nonlocal num_encodings
-        while not is_enough.is_set() and num_encodings < 20:  # this thread may not run at all during the first call
+        while not is_enough.is_set() and num_encodings < 20:  # the main thread might not run during the first call
             num_encodings += 1
             tokenizer.encode(text)
 
@@ -81,7 +81,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) ->
         turns[num_encodings] += 1
         if turns[num_encodings] > 4:
             is_enough.set()
-    # Otherwise this thread would run only before and after.
+    # If encoding blocked other threads, this thread would run only before and after it.
     assert max(turns.values()) > 4
 
 
@@ -177,7 +177,7 @@ async def test_a_bad_input_is_refused_by_name(builder: PromptBuilder, field: str
 
 @pytest.fixture(scope="module")
 def pairs(folder: ModelFolder) -> Iterator[PromptBuilder]:
-    """Return the prompts of a classifier, which reads a query and a document without a template."""
+    """Return a prompt builder for a classifier, which reads a query and a document without a template."""
     config = folder.config | {"architectures": ["LlamaForSequenceClassification"]}
     builder = PromptBuilder(dataclasses.replace(folder, config=config), 1)
     yield builder

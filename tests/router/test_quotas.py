@@ -72,7 +72,8 @@ def test_tokens_are_counted_as_they_come_and_a_debt_is_paid_first() -> None:
     admission.charge_output("a", Chunk(0, 0, [1] * 29))
     with pytest.raises(OverloadedError, match="tokens_per_minute") as refused:
         quotas.admit(alice)
-    assert refused.value.retry_after_ms == 20_000  # 19 tokens below zero, plus one to start, at one token per second
+    # At one token per second, 20 s: 19 tokens to reach zero, and the one that a request needs to start.
+    assert refused.value.retry_after_ms == 20_000
     clock.now = 20
     quotas.admit(alice)
     assert quotas.headers(alice)["x-ratelimit-remaining-tokens"] == "1"
@@ -95,7 +96,7 @@ def test_output_is_charged_once_however_often_it_is_resumed() -> None:
     resumed.release()
     assert remaining() == "76"
     quotas.resume(alice).charge_output("a", Chunk(2, 8, [1] * 2))
-    quotas.resume(alice).charge_output("a", Chunk(2, 0, [1] * 8))  # earlier than what was already read
+    quotas.resume(alice).charge_output("a", Chunk(2, 0, [1] * 8))  # tokens before the first one that was read
     assert remaining() == "66"
     quotas.admit(alice).charge_prompt("a", 1)  # another request with the same id
     quotas.resume(alice).charge_output("a", Chunk(0, 0, [1] * 10))
@@ -113,7 +114,7 @@ def test_a_detached_request_counts_until_it_ends() -> None:
     first.release(is_left=True)
     second.release()
     quotas.admit(alice, alice.scope("b")).release()
-    again = quotas.admit(alice, alice.scope("a"))  # it is not counted twice
+    again = quotas.admit(alice, alice.scope("a"))  # the same request, which is not counted twice
     third = quotas.admit(alice, alice.scope("b"))
     again.release(is_left=True)
     with pytest.raises(OverloadedError, match="max_concurrent"):
@@ -192,7 +193,8 @@ async def test_output_that_is_read_by_resuming_a_detached_request_is_charged(clu
     headers = {"authorization": f"Bearer {ALICE}"}
     url = f"http://127.0.0.1:{part.http.port}/v1/models"
     with await asyncio.to_thread(urllib.request.urlopen, urllib.request.Request(url, headers=headers)) as answer:
-        assert 48 <= int(answer.headers["x-ratelimit-remaining-tokens"]) < 90  # it grows by 1.7 per second
+        # The remaining quota grows by 1.7 tokens per second.
+        assert 48 <= int(answer.headers["x-ratelimit-remaining-tokens"]) < 90
 
 
 def test_concurrent_requests_are_counted_until_they_end_and_a_changed_quota_holds_at_once() -> None:
@@ -300,7 +302,7 @@ async def test_a_quota_holds_over_two_routers(cluster: Cluster, tmp_path: Path) 
         (request_id,) = cluster.scheduler.requests
         await cluster.scheduler.until(lambda: any(it.usage for it in cluster.scheduler.routers.values()))
         known = num_polls()
-        # A router has handled the answer to a poll before it sends the next one.
+        # A router handles the answer to a poll before it sends the next poll.
         await cluster.scheduler.until(lambda: num_polls() >= known + 2)
         with pytest.raises(OverloadedError, match="max_concurrent"):
             await other.generate(token_ids=[1]).result()
@@ -337,7 +339,7 @@ _INPUT = {"input": [{"role": "user", "content": [{"type": "input_image", "image_
 
 
 class SlowEncoder:
-    """Encodes images once it may."""
+    """Ends the encoding of an image, with an error, once `may_end` is set."""
 
     def __init__(self) -> None:
         self.num_begun = 0
@@ -353,7 +355,7 @@ class SlowEncoder:
 async def test_images_are_encoded_only_within_a_quota(
     folder: ModelFolder, tokenizer: Tokenizer, decoders: DecoderFactory, tmp_path: Path
 ) -> None:
-    """An image that is being encoded counts as a running request, whichever call it belongs to."""
+    """An image that is being encoded counts as a running request, regardless of the call that it belongs to."""
     config = folder.config | {"image_token_id": tokenizer.added_tokens["<file_sep>"]}
     cluster = Cluster(dataclasses.replace(folder, architecture="smolvlm", config=config), decoders)
     encoder = SlowEncoder()

@@ -19,7 +19,7 @@ from tests.router.conftest import Cluster
 
 @pytest.fixture
 async def cells(cluster: Cluster) -> AsyncIterator[list[ScriptedScheduler]]:
-    """Two cells, both of which the routers and detokenizers of the cluster use."""
+    """Return two cells, both of which are used by the routers and detokenizers of the cluster."""
     other = scripted_scheduler()
     cluster.scheduler_address += f",{await other.start()}"
     yield [cluster.scheduler, other]
@@ -58,7 +58,9 @@ async def test_an_id_that_is_used_again_reaches_the_cell_that_has_it(
 async def test_a_copy_that_was_aborted_in_another_cell_is_not_read(
     number: int, cluster: Cluster, cells: list[ScriptedScheduler], open_client: OpenClient
 ) -> None:
-    """A cell has such a copy if it was down when the client's call was repeated."""
+    """Such a copy exists if the cell with the first copy was unreachable when the client repeated its call, and later
+    returned.
+    """
     for index, scheduler in enumerate(cells):
         scheduler.add("r", token_ids=pb.TokenIds(values=[10]))
         scheduler.emit("r", [20, 21] if index == number else [20])

@@ -22,9 +22,7 @@ from tests.router.conftest import Cluster
 
 @contextlib.asynccontextmanager
 async def relayed(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """Return another address for a component, and a gate that lets bytes through in both directions while it is
-    open.
-    """
+    """Run a relay to a component; yield its address, and a gate: while it is set, bytes pass in both directions."""
     gate, pumps, writers = asyncio.Event(), set[asyncio.Task[None]](), list[asyncio.StreamWriter]()
     gate.set()
     host, _, port = address.rpartition(":")
@@ -49,7 +47,7 @@ async def relayed(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
     try:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", gate
     finally:
-        # asyncio forgets a socket without closing it if the server is closed before the socket has its transport.
+        # If the server is closed before an accepted socket has its transport, asyncio never closes the socket.
         for listener in server.sockets:
             asyncio.get_running_loop().remove_reader(listener)
         await asyncio.sleep(0)
@@ -74,8 +72,8 @@ async def test_a_peer_that_hangs_is_noticed_within_the_keepalives_time(cluster: 
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await call.read()
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-        # The next ping is sent within ten seconds and must be answered within five; the rest is a margin for a machine
-        # that stalls.
+        # The next ping is sent within ten seconds and must be answered within five; the rest of the limit is a margin
+        # in case the machine stalls.
         assert time.monotonic() - began < 40
 
 

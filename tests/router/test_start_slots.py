@@ -11,7 +11,7 @@ from router.pipeline.start_slots import StartSlots
 
 
 class Starts:
-    """Requests that record when they begin to start, and start once they are released."""
+    """Requests that record when they get a slot, and hold it until they are released."""
 
     def __init__(self, slots: StartSlots) -> None:
         self.begun: list[str] = []
@@ -82,7 +82,7 @@ async def test_a_client_that_is_alone_may_start_more() -> None:
     assert starts.begun == ["a"] * 3
     tasks.append(asyncio.create_task(starts.run("b")))
     await settle()
-    starts.let_go(4)  # these three and that of b; from now on, a has two slots
+    starts.let_go(4)  # the three requests of a, and that of b; from now on, a has two slots
     await settle()
     assert starts.begun == ["a"] * 3 + ["b"] + ["a"] * 2
     starts.let_go(3)

@@ -47,7 +47,7 @@ async def test_a_client_that_reconnects_at_once_is_not_aborted(cluster: Cluster,
         await cluster.scheduler.until(lambda number=number: len(cluster.scheduler.submits) > number)
         if stream is not streams[1]:
             stream.cancel()
-    # The client left the first stream earlier, so its request would have been aborted earlier.
+    # The client left the first stream before the last, so a wrong abort of its request would have come first.
     await cluster.scheduler.until(lambda: cluster.scheduler.aborts)
     assert cluster.scheduler.aborts == ["left"]
     streams[1].cancel()
@@ -106,7 +106,7 @@ async def test_deadline_and_failure_end_the_call_with_their_status(cluster: Clus
 async def test_a_request_ends_at_its_deadline_even_if_other_components_hang(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, has_detokenizer: bool
 ) -> None:
-    """The scripted scheduler ends no request by itself, and the call itself has no deadline."""
+    """The scripted scheduler ends no request by itself, and the gRPC call has no deadline."""
     monkeypatch.setattr(generation, "_LATE_S", 0.0)
     router = await cluster.add_router(*[await cluster.add_detokenizer()] * has_detokenizer)
     request = pb.GenerateRequest(token_ids=pb.TokenIds(values=PROMPT), timeout_ms=3000)

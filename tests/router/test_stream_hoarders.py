@@ -30,7 +30,7 @@ from tests.router.conftest import MAX_MESSAGE, Cluster
 
 HOARDER, PROBE = "token-of-the-hoarder", "token-of-the-probe-client"
 NUM_IDLE = 4500
-# Limits of status watches, of health watches, and of KServe streams, which may contain requests.
+# The limits of status watches and of health watches, and the number of KServe streams, whose limit is higher.
 MAX_ACCEPTED = 64 + 256 + NUM_IDLE // 6
 CONTROL, GENERATE = "/midstream.v1.Midstream/ListLoras", "/midstream.v1.Midstream/Generate"
 WATCHED = {
@@ -44,7 +44,7 @@ WATCHED = {
 
 
 async def first_tokens(cluster: Cluster, client: AsyncClient, count: int) -> list[float]:
-    """Return the seconds until the first token of each of several requests."""
+    """Run several requests one after another, and return the seconds until the first token of each."""
     scheduler, times = cluster.scheduler, []
     for number in range(count):
         began, before = time.monotonic(), len(scheduler.submits)
@@ -62,7 +62,9 @@ async def first_tokens(cluster: Cluster, client: AsyncClient, count: int) -> lis
 
 
 async def hoard(channel: Any, count: int) -> tuple[list[Any], Counter[grpc.StatusCode | None]]:
-    """Open streams of every kind without reading them; return the streams, and the number of streams by status."""
+    """Open streams of every kind without reading them; return the streams, and their number by status (None while
+    open).
+    """
     calls = []
     for number in range(count):
         name, request = list(WATCHED.items())[number % len(WATCHED)]
@@ -89,13 +91,14 @@ async def test_idle_streams_of_one_client_cost_the_others_nothing(cluster: Clust
         alone = await first_tokens(cluster, probe, 20)
         calls, statuses = await hoard(channel, NUM_IDLE)
         assert statuses.pop(None) <= MAX_ACCEPTED
-        # The number of streams per connection is limited, too.
+        # The number of streams per connection is also limited; further streams fail with UNAVAILABLE.
         assert set(statuses) <= {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
         beside = await first_tokens(cluster, probe, 20)
         assert (await probe.model_info()).model == cluster.folder.name
         for call in calls:
             call.cancel()
-    # Not the slowest, because the machine may stall for seconds; `python -m benchmarks.abuse` measures more of them.
+    # The slowest are not compared, because the machine may stall for seconds; `python -m benchmarks.abuse` measures
+    # more requests.
     assert sorted(beside)[-3] <= max(3 * sorted(alone)[-3], 3.0)
 
 
@@ -116,7 +119,7 @@ async def test_watchers_cannot_use_up_the_streams_to_the_scheduler_that_requests
 
 
 def num_accepted(limits: CallLimits, method: str) -> int:
-    """Return how many calls one client may keep open."""
+    """Return the number of calls of a method that one client can keep open; -1 if they are not limited."""
     for number in range(5000):
         try:
             limits.take(method)
@@ -129,7 +132,7 @@ def test_each_kind_of_call_has_a_limit_of_its_own() -> None:
     limits = CallLimits(watcher_limits(), 20, 10)
     assert {method: num_accepted(limits, method) for method in (*WATCHED, CONTROL, GENERATE)} == {
         "/midstream.v1.Midstream/GetIterationStats": 64,
-        "/midstream.v1.Midstream/SubscribeKvEvents": 0,  # all of the same kind are open
+        "/midstream.v1.Midstream/SubscribeKvEvents": 0,  # the first method has used up the limit, which both share
         "/midstream.v1.Midstream/GetStatus": -1,  # counted by the status feed
         "/grpc.health.v1.Health/Watch": 256,
         "/openengine.v1.Control/SubscribeKvEvents": 0,

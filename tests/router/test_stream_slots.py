@@ -18,7 +18,7 @@ from router.protocols.kserve import servicer as kserve
 
 
 class Stream:
-    """A client's stream; a task reads requests from it until the given number has been read."""
+    """A client's stream; a task reads requests from it until it is cancelled or the stream is ended."""
 
     def __init__(self, slots: StreamSlots, client: str) -> None:
         self.queue: asyncio.Queue[pb.ModelInferRequest] = asyncio.Queue()
@@ -61,7 +61,7 @@ async def test_the_stream_that_was_idle_longest_is_ended_for_one_that_needs_its_
 async def test_a_stream_whose_request_runs_is_not_ended_and_leaves_the_slots_to_idle_ones() -> None:
     slots = StreamSlots(4, 2, min_idle_s=0.0)
     streams = [Stream(slots, "a") for _ in range(2)]
-    ends = [await stream.send() for stream in streams]  # now one of them can read another request
+    ends = [await stream.send() for stream in streams]  # now only one of the two has a slot for another request
     newcomers = [Stream(slots, "a") for _ in range(2)]
     ends += [await stream.send() for stream in newcomers]
     assert not any(stream.task.done() for stream in (*streams, *newcomers))

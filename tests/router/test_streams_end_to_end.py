@@ -189,7 +189,8 @@ async def test_a_slow_reader_is_cut_and_its_neighbour_is_not(cluster: Cluster, o
         await cluster.scheduler.until(lambda: {"slow", "quick"} <= cluster.scheduler.requests.keys())
         cluster.scheduler.emit("slow", [40])
         assert (await slow.read()).token_ids == [40]
-        # At some point, flow control makes the router pause; from then on at most max_pending_bytes are buffered.
+        # At some point, flow control makes the router pause; from then on, it buffers at most max_pending_bytes for the
+        # stream.
         for _ in range(400):
             cluster.scheduler.emit("slow", [40_000] * 2_000)
             cluster.scheduler.emit("quick", [41])

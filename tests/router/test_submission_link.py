@@ -29,7 +29,7 @@ async def accept(request: pb.GenerateRequest) -> scheduler_pb2.SubmitResponse:
 
 
 class OneScheduler(scheduler_pb2_grpc.SchedulerServicer):
-    """Answers submissions over frames and calls of Submit with `answer`."""
+    """A scheduler that answers submissions over frames and calls of Submit with `answer`."""
 
     def __init__(self) -> None:
         self.answer: Answer = accept
@@ -58,7 +58,7 @@ class OneScheduler(scheduler_pb2_grpc.SchedulerServicer):
 
 
 class _Scripted:
-    """Accepts requests whenever the script of a scheduler does."""
+    """A service whose answers are those of the scheduler's `answer`."""
 
     def __init__(self, scheduler: OneScheduler) -> None:
         self._scheduler = scheduler
@@ -187,7 +187,7 @@ async def test_a_large_request_is_a_call_of_its_own(scheduler: OneScheduler, cel
 
 
 async def test_large_submissions_wait_until_the_connection_has_room(scheduler: OneScheduler, cell: Cell) -> None:
-    """Together they are larger than the connection's buffer may become."""
+    """Together, they exceed the maximum size of the connection's buffer."""
     prompt = "x" * ((1 << 20) - 100)
     answers = await asyncio.gather(*(submit(cell, "a" * number, prompt=prompt) for number in range(1, 13)))
     assert [answer.num_sequences for answer in answers] == [*range(1, 13)]
@@ -200,7 +200,7 @@ async def test_submissions_that_wait_for_room_are_repeated_when_the_connection_b
 ) -> None:
     prompt = "x" * ((1 << 20) - 100)
     submitting = [asyncio.create_task(submit(cell, "a" * number, prompt=prompt)) for number in range(1, 5)]
-    await asyncio.sleep(0)  # they are posted or wait
+    await asyncio.sleep(0)  # now each submission is posted or waits
     scheduler.connections[0].fail(ConnectionAbortedError("cut"))
     assert [answer.num_sequences for answer in await asyncio.gather(*submitting)] == [1, 2, 3, 4]
 
@@ -225,7 +225,9 @@ async def test_a_request_over_the_limit_of_a_message_is_invalid(
 
 
 async def test_a_request_over_a_lower_limit_of_the_scheduler_is_invalid(scheduler: OneScheduler) -> None:
-    """The gRPC server refuses it, with the status of an overloaded service."""
+    """The gRPC server refuses such a message with RESOURCE_EXHAUSTED, which would otherwise mean that the service is
+    overloaded.
+    """
     cell = Cell("cell", scheduler.address, LinkSettings(1 << 30))  # type: ignore[attr-defined]
     with pytest.raises(InvalidArgumentError, match="larger than max") as raised:
         await submit(cell, "a", prompt="x" * (MAX_BYTES + 1))

@@ -40,7 +40,7 @@ async def test_a_client_holds_memory_of_thirty_two_unfinished_messages(cluster: 
     counts = await until_read()
     async with AsyncClient(part.address, token=PROBE) as probe:
         assert len(await first_tokens(cluster, probe, 3)) == 3
-    # For the other calls, gRPC buffers as much as its flow-control window allows.
+    # For calls without a slot, gRPC buffers as much as its flow-control window allows.
     assert await until_read() == counts
     assert max(counts[:8]) < 1 << 16
     await calls.close()
@@ -86,7 +86,7 @@ async def test_waiting_has_a_time_limit_and_health_checks_do_not_wait() -> None:
 
 
 async def hold(slots: MessageSlots, name: str) -> asyncio.Task[bytes]:
-    """Let a client begin a message that never arrives."""
+    """Start to read a client's message that never arrives; return the task that waits for it."""
     is_read = asyncio.Event()
 
     async def messages() -> AsyncIterator[bytes]:
@@ -141,11 +141,11 @@ async def test_a_message_that_has_arrived_takes_no_slot() -> None:
     unfinished, complete = (Messages(Mock(), 1024, b"") for _ in range(2))
     unfinished.feed(b"\0\0\0\0\x03on", 7)
     holding = asyncio.create_task(slots.read(unfinished))
-    await asyncio.sleep(0)  # it takes the only slot
+    await asyncio.sleep(0)  # now the unfinished message has the only slot
     complete.feed(b"\0\0\0\0\x03two", 8)
     assert await slots.read(complete) == b"two"
     with pytest.raises(OverloadedError):
-        await slots.read(complete)  # its next message
+        await slots.read(complete)  # its next message has not arrived, and there is no slot
     unfinished.feed(b"e", 1)
     assert await holding == b"one"
 

@@ -21,7 +21,7 @@ class Clock:
 
 
 def report_of(router_id: str, quotas: Quotas | UsageReports) -> status_pb2.RouterStatus:
-    """Return the status that a router sends now."""
+    """Return the status that a router would send now."""
     usage = quotas.usage() if isinstance(quotas, Quotas) else quotas.own()
     return status_pb2.RouterStatus.FromString(
         status_pb2.RouterStatus(router_id=router_id, usage=usage).SerializeToString()
@@ -43,7 +43,7 @@ def test_each_use_is_seen_once_however_often_and_late_it_is_reported() -> None:
     sender.count("alice", num_tokens=7, num_running=0)
     assert list(receiver.learn([])) == []  # the scheduler did not respond
     assert list(receiver.learn([report_of("a", sender)])) == [("alice", UsageSeen(1015, 0, 7))]
-    assert list(receiver.learn([first])) == []  # through another scheduler
+    assert list(receiver.learn([first])) == []  # the same report, through another scheduler
     assert list(receiver.learn([report_of("a", sender)])) == []
     assert list(receiver.seen("alice")) == [UsageSeen(1000, 1, 0), UsageSeen(1015, 0, 7)]
 
@@ -93,7 +93,8 @@ def test_a_client_that_is_new_at_a_router_has_what_it_left_at_others() -> None:
     first.admit(alice).charge_output("a", Chunk(0, 0, [1] * 90))
     second.learn([report_of("first", first)])
     clock.now += 10
-    assert second.headers(alice)["x-ratelimit-reset-tokens"] == "80.000s"  # 90 - 10 tokens are missing
+    # 90 tokens were used, and 10 have been restored since.
+    assert second.headers(alice)["x-ratelimit-reset-tokens"] == "80.000s"
 
 
 def test_a_client_that_has_lost_its_quota_does_not_stay_running() -> None:

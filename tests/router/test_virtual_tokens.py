@@ -1,4 +1,4 @@
-"""Check the validation of prompt embeddings and the request that the scheduler receives."""
+"""The validation of prompt embeddings, and the request that the scheduler receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks that wait for output continue a few in each iteration of the event loop, and clients take turns."""
+"""In each iteration of the event loop, a limited number of tasks that wait for output continue; clients take turns."""
 
 from __future__ import annotations
 

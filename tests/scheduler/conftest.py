@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--combinations",
         type=int,
         default=DEFAULT_COMBINATIONS,
-        help="Number of random settings to run the scheduler core with.",
+        help="Number of random combinations of settings to run the scheduler core with.",
     )
     parser.addoption("--first-seed", type=int, default=0, help="First seed.")
 

@@ -24,7 +24,7 @@ class FakeGroup:
     Attributes:
         store: Hashes and slots of the pools of dead groups.
         num_adopted: Number of blocks filled from the store or from fetched data.
-        tier: Slots of its stored blocks by hash, which other groups may share; None if it has no tier.
+        tier: Slots of its stored blocks by hash; other groups may use the same tier. None if it has no tier.
         fetches: Fetches requested from other groups.
         staged: Slots of fetched blocks, by hash.
     """
@@ -76,7 +76,7 @@ class FakeGroup:
                 continue
             if self.tier is not None and value in self.tier:
                 found = self.tier[value]
-                if value % 8 == 0:  # every eighth block is damaged: it is removed and counted
+                if value % 8 == 0:  # every eighth block is damaged; it is removed and counts as missing
                     del self.tier[value]
                     missing.append(block)
                     continue
@@ -94,7 +94,7 @@ class FakeGroup:
         return missing
 
     def fetch(self, time_ns: int, sources: Iterable[FakeGroup], most: int | None = None) -> BlocksFetched:
-        """Execute the oldest fetch, limited to its first `most` blocks; the others are reported as not found."""
+        """Execute the oldest fetch, at most for its first `most` blocks; report the others as not found."""
         fetch = self.fetches.popleft()
         fetched: list[int] = []
         for value in fetch.hashes[:most]:

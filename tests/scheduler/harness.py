@@ -209,12 +209,14 @@ class Harness:
             assert known == expected or sequence.output[-1] == 999, f"{key}: got {known}, expected {expected}"
 
     def _check_beam(self, sequence: Sequence, known: list[int]) -> None:
-        """Check that the output so far is a prefix of that of a search that was never preempted, moved or recovered."""
+        """Check that the output so far is a prefix of the output of a search that was never preempted, moved or
+        recovered.
+        """
         assert known == best_beams(sequence.request.spec, VOCAB)[sequence.index][0][: len(known)]
         assert sequence.output.tolist() == known
 
     def submit(self, request_id: str, prompt: list[int] | int, max_tokens: int = 4, **spec: Any) -> list[Effect]:
-        """Submit a request; if the prompt is a number, it has that many unique tokens."""
+        """Submit a request; if `prompt` is a number, the prompt has this many unique tokens."""
         tokens = prompt if isinstance(prompt, list) else own_prompt(request_id, prompt)
         self.prompts[request_id] = tokens
         sampling = generation_pb2.SamplingConfig(beam_width=spec.get("beam_width", 1))
@@ -278,8 +280,8 @@ class Harness:
         raise AssertionError("the requests do not finish")
 
     def wait_for_groups(self) -> bool:
-        """If requests wait, advance until the first held-off group is eligible again; return False if no group is held
-        off.
+        """Advance until the first held-off group is eligible again; return False if no group is held off or no request
+        waits.
         """
         held = [group.standing.held_until_ns for group in self.core.groups if group.is_held_off]
         if not held or not len(self.core.queue):
@@ -317,7 +319,7 @@ class Harness:
         return next(group for group in self.core.groups if group.group_id == name)
 
     def check(self) -> None:
-        """Check block conservation for every group, and that kept lookups of waiting requests are up to date."""
+        """Check that every group conserves its blocks, and that cached lookups of waiting requests are up to date."""
         for group in self.core.groups:
             for request in self.core.queue:
                 for sequence in request.waiting_sequences:

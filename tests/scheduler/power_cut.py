@@ -12,7 +12,7 @@ from scheduler.journal.log_folder import LogFolder
 
 
 class PowerCut(BaseException):
-    """Raised when the process dies in the middle of a file operation."""
+    """The process dies in the middle of a file operation."""
 
 
 @dataclass(slots=True)
@@ -25,11 +25,11 @@ class File:
 
 
 class Disk:
-    """One folder of files.
+    """A disk with one folder of files.
 
     Attributes:
-        operations_left: Operations until a PowerCut is raised; negative for never.
-        meanwhile: Called during each operation, as another process may run then.
+        operations_left: Number of operations until a PowerCut is raised; if negative, none is raised.
+        meanwhile: Called during each operation; stands in for another process that runs at that time.
         epoch: Contents of the lock, which exists only in the kernel's memory.
     """
 

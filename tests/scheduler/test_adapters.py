@@ -193,7 +193,8 @@ async def test_a_worker_that_dies_in_the_meantime_is_not_awaited(path: Path) -> 
         def answer(epoch: int, name: str, where: str) -> worker_pb2.LoraResult | None:
             if epoch == 1:
                 return good(epoch, name, where)
-            journaled.workers.epochs[:] = [1, 7]  # 2 is gone; 7 has registered but was not asked to load the adapter
+            # Worker 2 is gone; worker 7 has registered, but has not been asked to load the adapter.
+            journaled.workers.epochs[:] = [1, 7]
             return None if epoch == 2 else good(epoch, name, where)
 
         journaled.workers.answer = answer
@@ -225,7 +226,7 @@ async def test_a_request_contains_the_identity_of_its_adapters(path: Path) -> No
         await journaled.adapters.load("a", PATH)
         request = pb.GenerateRequest(request_id="r", token_ids=pb.TokenIds(values=[1, 2]), max_tokens=3)
         request.lora.name = "a"
-        request.prompt_tuning.name, request.prompt_tuning.path = "s", "/adapters/soft"  # loaded on first use
+        request.prompt_tuning.name, request.prompt_tuning.path = "s", "/adapters/soft"  # is loaded on first use
         before = spec_from_proto(request, LIMITS, 0)
         await journaled.adapters.resolve(request)
         spec = spec_from_proto(request, LIMITS, 0)

@@ -16,7 +16,7 @@ PROMPT = list(range(100, 110))  # 2 blocks of 4 tokens and a partial one
 
 
 def decoding() -> Harness:
-    """Return a request of 10 tokens with one output token per step, on the first of two workers that share memory."""
+    """Run a request with 10 prompt tokens on the first of two workers that share memory, with one step in flight."""
     harness = Harness(pipeline_depth=1)
     harness.add_group("g", kv_store="host")
     harness.submit("a", PROMPT, 12)
@@ -31,8 +31,8 @@ def test_full_blocks_are_adopted_and_the_rest_is_computed() -> None:
     harness = decoding()
     heir = harness.groups["h"]
     harness.cut("g")
-    # 17 tokens are known, and the last token is always computed, so 4 full blocks precede it. The report that the
-    # fourth block is full was lost with the step, so only three are found.
+    # 17 tokens are known, and the last one is always computed, so up to 4 full blocks before it are requested. Only
+    # three are found, because the report that the fourth is full was lost with the step in flight.
     (asked,) = heir.batches
     assert len(asked.adopted_blocks) == 4
     assert not asked.context_rows

@@ -49,8 +49,8 @@ def test_beams_fork_share_full_blocks_and_copy_the_last() -> None:
     # One lane computes the prompt; the other lane only has a row.
     assert harness.turn() == ["+b/0[0:5]"]
     assert harness.turn() == []
-    # [11] has the score -1/8 and [12] has -2/8: the second beam forks. They share block 0; the block of the fifth token
-    # is copied.
+    # [11] has the score -1/8 and [12] has -2/8: the second beam forks. The beams share block 0; the block with the
+    # fifth token is copied.
     assert harness.step() == ["b/0 b/1"]
     plan = plans(harness)[-1]
     assert plan.forks == [Fork(0, 1, (0, 2))]
@@ -215,7 +215,7 @@ def test_an_abort_at_any_time_gives_everything_back(num_steps: int) -> None:
         harness.step()
     harness.handle(AbortRequested(harness.now_ns, "b"))
     assert harness.ended == {"b": FinishReason.ABORT}
-    # The tokens that all beams have in common were shown.
+    # Only the tokens that all beams have in common have been shown.
     assert ends(harness) == [([11] if num_steps > 3 else [], None), ([], None)]
     harness.run()
     harness.check_is_empty()
@@ -258,7 +258,9 @@ def test_decided_tokens_begin_the_best_output_of_any_continuation(
 
 
 def one_step(search: BeamSearch, rng: Random) -> None:
-    """Extend the beams by random candidates: few tokens, equal scores, and sometimes no candidates."""
+    """Extend the beams by random candidates: there are few different tokens, many equal scores, and sometimes no
+    candidates.
+    """
     found = []
     for _ in search.running:
         tokens = rng.sample([1, 2, 3, 4, 5, 999], rng.choice([6, 6, 6, 1, 0]))
@@ -309,7 +311,7 @@ def test_each_token_is_decided_once_and_a_restored_search_decides_after_its_last
     for _ in range(500):
         search.apply(search.choose([[(5, -1.0), (6, -2.0)] for _ in search.running]))
     assert search.num_decided == 499
-    assert sum(num_compared) == 499 + 500  # each step also compares the first tokens that differ
+    assert sum(num_compared) == 499 + 500  # each step also compares one token at which the beams differ
     num_compared.clear()
     request.beams.restore(search.steps)
     assert vars(request.beams.search) == vars(search)
@@ -318,8 +320,8 @@ def test_each_token_is_decided_once_and_a_restored_search_decides_after_its_last
 
 
 def test_a_best_beam_that_nothing_can_surpass_is_shown_before_the_search_is_over() -> None:
-    """The first beam ends at -0.5. The others have lower scores, which can only fall; a length penalty lets them
-    rise.
+    """The first beam ends with the score -0.5. The scores of the others are lower and can only decrease, unless there
+    is a length penalty, with which they can increase.
     """
     likely: list[Any] = [[(999, -0.5), (5, -1.0), (6, -1.25)]]
     for penalty, num_shown in ((0.0, 1), (1.0, 0)):

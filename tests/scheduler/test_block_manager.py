@@ -41,7 +41,7 @@ def test_a_pending_block_is_released_with_its_last_owner() -> None:
     blocks.release([block], 0)
     assert (blocks.num_free, blocks.num_cached) == (4, 0)
     assert blocks.prefix_cache.find([11]) == []
-    assert blocks.prefix_cache.take_changes() == []  # never reported as stored
+    assert blocks.prefix_cache.take_changes() == []  # has never been reported as stored
 
 
 def test_the_block_released_first_is_evicted_first() -> None:

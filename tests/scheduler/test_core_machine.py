@@ -29,7 +29,7 @@ BEGINNINGS = (
     [False, True],
     [False, True],
 )
-# The order is that of Shape's fields.
+# The possible values of Shape's fields, in order.
 SHAPE = (
     [0, 4, 10, 20, 20],
     [1, 2, 3, 4, 9],
@@ -94,7 +94,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 def live(seed: int) -> None:
-    """Run the core with all choices drawn from the seed."""
+    """Run the core with random choices, all of which the seed determines."""
     draw = random.Random(seed)
     driver = CoreDriver(*(draw.choice(choices) for choices in BEGINNINGS))  # type: ignore[arg-type]
     for _ in range(30):

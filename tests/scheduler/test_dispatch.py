@@ -19,8 +19,8 @@ WAIT_MS = 20_000
 
 
 async def test_no_message_waits_for_the_next_one() -> None:
-    """A send may consume the notification of an incoming message, so that the socket's descriptor does not report the
-    message.
+    """Sending may consume the notification of an incoming message, so that the socket's descriptor does not become
+    readable.
     """
     dispatcher = Dispatcher("127.0.0.1", 0, heartbeat_interval_ms=500, worker_timeout_ms=2000)
     loop = asyncio.get_running_loop()

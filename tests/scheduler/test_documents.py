@@ -115,7 +115,7 @@ async def test_expired_documents_are_gone(make: Make, hand: Hand) -> None:
         assert new is not None
         assert (new.version, new.created_ns) == (1, 1_000_100)
         await documents._call(store.expire, 1_000_300)
-        hand.time_ns = 0  # may be called at any time, since the row is gone
+        hand.time_ns = 0  # the time no longer matters, since the row has been deleted
         assert await documents.get(KEY) is None
 
 

@@ -1,4 +1,6 @@
-"""First tokens are sent to the detokenizer before the other tokens of their step, and batches are limited in size."""
+"""The first tokens of requests are sent to the detokenizer before the other tokens of a step, and batches are limited
+in size.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ class Streams:
             self.feed.attach(number, request.request_id)
 
     def step(self, *numbers: int) -> list[list[int]]:
-        """Publish a token of each of these requests; return the streams of each batch that is then sent."""
+        """Publish one token of each of these requests; return the streams in each batch that the feed then sends."""
         sequences = [self.requests[number].sequences[0] for number in numbers]
         for sequence in sequences:
             sequence.output.append(len(sequence.output))
@@ -43,7 +45,7 @@ class Streams:
         return [list(batch.streams) for batch in self.collect()]
 
     def collect(self) -> list[scheduler_pb2.FeedBatch]:
-        """Return the batches that are sent now."""
+        """Return the batches that the feed would send now."""
         return list(iter(self.feed.collect, None))
 
 

@@ -62,7 +62,7 @@ def test_blocks_are_fetched_as_chunks_of_the_prompt_complete_them(depth: int) ->
 
 
 def backlog(depth: int = 1) -> tuple[Harness, FakeGroup, FakeGroup]:
-    """Submit "a", whose prompt fits in the first step, and "b", whose prompt takes three more."""
+    """Submit "a", whose prompt fits in one step, and "b", whose prompt takes three steps more."""
     harness, prefill, decode = apart(depth, max_num_tokens=24)
     harness.submit("a", PROMPT, 6)
     harness.submit("b", 72, 6)
@@ -77,7 +77,8 @@ def test_a_prefill_group_with_a_backlog_leaves_the_last_tokens_of_a_prompt_to_th
     assert harness.core.lifecycle.requests["a"].num_handovers == 1
     assert not harness.core.lifecycle.requests["a"].sequences[0].output
     harness.run()
-    # The first step of "d" computes the last two tokens of "a"; "b" moves with its first token, as nothing is left.
+    # The first step of group "d" computes the last two prompt tokens of "a". "b" moves only with its first output
+    # token, since no further prompt is waiting.
     assert decode.model.num_context_tokens <= 2 + 8
     assert set(harness.ended.values()) == {FinishReason.LENGTH}
     harness.check_is_empty()
@@ -132,7 +133,8 @@ def test_an_idle_prefill_group_keeps_a_request_until_another_prompt_arrives() ->
     harness.turn()
     assert harness.core.totals.num_handovers == 2
     harness.run()
-    # The blocks generated meanwhile have been fetched too: at most two blocks of each request are computed twice.
+    # The blocks that were filled during the transfer have been fetched as well, so at most two blocks of each request
+    # are computed twice.
     assert decode.model.num_context_tokens <= 3 * 8
     harness.check_is_empty()
 
@@ -163,7 +165,7 @@ def test_blocks_that_cannot_be_fetched_keep_a_request_where_it_is() -> None:
 
 
 def test_a_request_stays_if_the_decode_worker_drops_its_first_blocks_for_its_last() -> None:
-    """It would have to compute the whole prompt again."""
+    """The decode worker would have to compute the whole prompt again."""
     harness, prefill, decode = apart(max_num_tokens=6)
     harness.submit("a", PROMPT, 8)
     harness.turn()
@@ -341,7 +343,7 @@ def test_late_and_invalid_reports_change_nothing() -> None:
 
 @pytest.mark.parametrize(("kinds", "is_moved"), [(("x", "x"), True), (("x", "y"), False), (("", "y"), True)])
 def test_blocks_are_fetched_only_between_groups_of_equal_kinds(kinds: tuple[str, str], *, is_moved: bool) -> None:
-    """A group that registers no kind is an older worker."""
+    """A group without a registered kind is an older worker; its blocks are assumed to be compatible."""
     harness = Harness()
     harness.add_group("p", role="prefill", kv_source="at p", block_kind=kinds[0])
     decode = harness.add_group("d", role="decode", block_kind=kinds[1])
@@ -356,7 +358,7 @@ def test_blocks_are_fetched_only_between_groups_of_equal_kinds(kinds: tuple[str,
 
 
 def test_a_decode_group_runs_whole_requests_if_no_prefill_group_has_its_kind_of_blocks() -> None:
-    """As during an upgrade: its capacity is used."""
+    """This happens during an upgrade; otherwise, the capacity of the decode group would be unused."""
     harness = Harness()
     harness.add_group("p", role="prefill", kv_source="at p", block_kind="new")
     harness.add_group("d", role="decode", block_kind="old")

@@ -65,7 +65,7 @@ class Workers:
         self.groups = [group for group in self.groups if group.epoch != epoch]
 
     def part(self, epoch: int, image_id: int, data: bytes, offset: int = 0, *, is_last: bool = True) -> None:
-        """Send a part of an answer: `data` with rows of 8 bytes."""
+        """Send a part of an answer, whose `data` consists of rows of 8 bytes."""
         tensor = pb.Tensor(
             dtype=pb.Tensor.DTYPE_FLOAT32, shape=(len(data) // 8, 2), data=data, data_offset=offset, is_last=is_last
         )

@@ -55,7 +55,7 @@ async def test_statistics_and_kv_events_can_be_followed() -> None:
         while len(kinds) < 3:
             batch = await asyncio.wait_for(events.read(), WAIT_S)
             kinds += [(event.sequence_number, event.WhichOneof("event")) for event in batch.events]
-        first_number = kinds[0][0]  # reports that events before it may be missing
+        first_number = kinds[0][0]  # reports that earlier events may be missing
         assert kinds == [(first_number, "cleared"), (first_number + 1, "cleared"), (first_number + 2, "stored")]
         late = scheduler.stub.SubscribeKvEvents(stats_pb2.SubscribeKvEventsRequest(include_snapshot=True))
         snapshot = await asyncio.wait_for(late.read(), WAIT_S)

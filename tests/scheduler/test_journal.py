@@ -92,7 +92,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["journal.sqlite", "journal"])
 def any_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Return the path of a SQLite journal, and then of a log."""
+    """Return the path of a SQLite journal or of a log, one per parameter."""
     return tmp_path / str(request.param)
 
 
@@ -353,7 +353,7 @@ def test_a_deadline_outlasts_a_restart_and_on_the_same_machine_also_a_jump(
     store.take_over(least_epoch=1)
     writer = RowWriter({}, PRINT, before)
     store.write(writer.transaction([Accepted(Request(spec, 1), is_attached=False)]))
-    # Two seconds later by the monotonic clock.
+    # By the monotonic clock, two seconds have passed.
     after = SteadyClock(lambda: (1_700_000_002 + jump_s) * second, lambda: 52 * second, boot_id=boot)
     (stored,) = replay(store.read(), LIMITS, PRINT, after).requests.values()
     assert stored.recovered.spec.deadline_ns is not None

@@ -28,8 +28,8 @@ def test_a_new_scheduler_has_only_the_newest_tokens_computed() -> None:
     group = new.add_group(after=before)
     new.submit("a again", known, 30)
     new.run()
-    # 5 blocks are full. The token of the last step filled the fifth block, but the step that would have reported it was
-    # discarded.
+    # 5 blocks are full, but only 4 are reused: the last step filled the fifth block, and the step that would have
+    # reported this was discarded.
     assert new.core.lifecycle.requests["a again"].counters.num_cached_tokens == 16
     assert group.model.num_context_tokens == 5
     new.check_is_empty()
@@ -68,7 +68,7 @@ def test_blocks_that_a_step_in_flight_may_change_are_not_kept() -> None:
     old.run()
     assert len(before.begin_anew().kept_blocks) == 2
     old.submit("b", list(range(200, 214)), 2)
-    old.turn()  # uses all blocks; the step has been received, whether or not it has run
+    old.turn()  # the step uses all blocks; it counts once the worker has received it, even if it has not run
     assert len(before.begin_anew().kept_blocks) == 0
 
 

@@ -70,7 +70,7 @@ async def test_a_kept_request_is_read_again_after_it_was_forgotten_and_after_a_r
         assert await read(scheduler, "a") == (tokens, 0)
         assert await read(scheduler, "b") == ([], grpc.StatusCode.NOT_FOUND.value[0])
         await until(lambda: forgotten(scheduler, "a"))
-    async with run_scheduler(**settings(tmp_path)) as scheduler:  # there is no worker, since nothing is recomputed
+    async with run_scheduler(**settings(tmp_path)) as scheduler:  # no worker is needed, since nothing is recomputed
         found = await get(scheduler, "a")
         assert (found.request.attachment, found.request.keep_s) == (b"beside", 600)
         assert (found.has_started, found.has_finished) == (True, True)
@@ -88,7 +88,7 @@ async def test_requests_that_end_just_before_a_restart_are_kept(tmp_path: Path) 
         await scheduler.worker()
         await scheduler.submit("a", [1, 2, 3], keep_s=600, detached=True)
         tokens, _ = await read(scheduler, "a")
-    for suffix in ("", "-wal", "-shm"):  # as if the scheduler had died before writing the entry
+    for suffix in ("", "-wal", "-shm"):  # as if the scheduler had died before it wrote the entry
         (tmp_path / f"journal.documents{suffix}").unlink(missing_ok=True)
     async with run_scheduler(**settings(tmp_path)) as scheduler:
         await until(lambda: forgotten(scheduler, "a"))
@@ -129,7 +129,7 @@ async def test_a_kept_request_expires(tmp_path: Path) -> None:
 
 async def test_a_stop_word_in_a_restored_request_is_accepted(tmp_path: Path) -> None:
     """No detokenizer had read the request before, so it continued to its maximum length."""
-    # The request must not be forgotten again between the reading and the stop word.
+    # The request must not be forgotten again between the read and the stop word.
     async with run_scheduler(**settings(tmp_path, finished_ttl_s=1.0)) as scheduler:
         await scheduler.worker()
         await scheduler.submit("a", [1, 2, 3], max_tokens=6, keep_s=600, detached=True)

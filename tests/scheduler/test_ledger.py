@@ -77,7 +77,7 @@ async def test_a_request_is_counted_once_when_the_scheduler_died_before_or_after
 async def test_a_request_that_ends_while_the_ledger_opens_is_counted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The core has ended the request, but the end is not committed yet."""
+    """When the ledger opens, the core has ended the request, but the end has not been committed."""
     commits: list[tuple[Any, Any]] = []
     list_documents, is_held = Documents.list, asyncio.Event()
 
@@ -129,7 +129,7 @@ async def test_a_page_whose_write_was_not_confirmed_is_not_written_twice(
 
 async def test_an_amended_end_changes_the_ledger_entry(tmp_path: Path) -> None:
     """This also applies to a request that is read back long after it was recorded."""
-    # The request must not be forgotten again between the reading and the stop word.
+    # The request must not be forgotten again between the read and the stop word.
     async with run_scheduler(**settings(tmp_path, finished_ttl_s=1.0)) as scheduler:
         await scheduler.worker()
         await scheduler.submit("a", [1, 2, 3], max_tokens=6, keep_s=600, detached=True)
@@ -144,7 +144,7 @@ async def test_an_amended_end_changes_the_ledger_entry(tmp_path: Path) -> None:
 
 
 async def test_a_stop_word_in_the_last_tokens_changes_the_ledger_entry(tmp_path: Path) -> None:
-    """The detokenizer reports it when the scheduler has sent the request's end."""
+    """The detokenizer reports such a stop word after the scheduler has sent the end of the request."""
     stopping = pb.StoppingConfig(stop_words=["x"])
     async with run_scheduler(**settings(tmp_path, finished_ttl_s=60.0)) as scheduler:
         await scheduler.worker()

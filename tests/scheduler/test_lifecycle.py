@@ -46,7 +46,7 @@ def test_bad_requests_are_refused_by_field() -> None:
 def test_a_request_too_large_for_all_workers_is_rejected_at_once() -> None:
     harness = Harness()
     harness.add_group(num_blocks=4, max_batch_size=2)
-    harness.submit("large", 10, 8)  # the request needs 17 tokens; there are 16
+    harness.submit("large", 10, 8)  # the request needs space for 17 tokens, but there is only space for 16
     harness.submit("wide", 2, 2, num_sequences=3)
     harness.submit("fits", 10, 7)
     harness.run()
@@ -115,7 +115,7 @@ def test_cancelled_timers_do_not_run() -> None:
     for number in range(0, 300, 3):
         timers.cancel(numbers[number])
     timers.run_due(150)
-    for number in range(0, 300, 2):  # some have run, and some have been cancelled before
+    for number in range(0, 300, 2):  # some of these have already run or been cancelled
         timers.cancel(numbers[number])
     timers.run_due(400)
     assert timers.next_ns is None
@@ -173,7 +173,7 @@ def test_a_stop_word_found_late_replaces_an_end_by_length() -> None:
 
 
 def test_a_stop_word_found_late_replaces_an_end_by_a_deadline() -> None:
-    """The client gets the output up to the stop word, so the same output must be recorded as its usage."""
+    """The client gets the output up to the stop word, so this output must be recorded as its usage."""
     harness = Harness()
     harness.add_group(num_blocks=512)
     harness.submit("a", 3, 500, deadline_ns=harness.now_ns + 100 * MS)

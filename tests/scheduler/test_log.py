@@ -139,7 +139,7 @@ def test_nothing_committed_is_lost_and_nothing_else_appears_whenever_the_power_i
             scheduler = Scheduler(FolderOnDisk(disk))
             assert scheduler.found in (committed, pending)
             assert scheduler.epoch > epoch
-            # The scheduler delivers what it has recovered.
+            # The recovered contents count as committed, since the scheduler delivers them.
             committed, epoch = scheduler.found, scheduler.epoch
             for action, which in actions:
                 if action == 9:
@@ -165,7 +165,7 @@ def test_nothing_committed_is_lost_and_nothing_else_appears_whenever_the_power_i
 def test_a_successor_finds_all_that_was_reported_whenever_it_takes_over(
     num_operations: int, actions: list[tuple[int, int]]
 ) -> None:
-    """A successor takes over in the middle of an operation of its predecessor, unless that holds the lock."""
+    """A successor takes over in the middle of its predecessor's operation, unless the predecessor holds the lock."""
     disk = Disk()
     folder = FolderOnDisk(disk)
     first, successors = Scheduler(folder), list[Scheduler]()
@@ -227,7 +227,7 @@ def test_damage_at_any_byte_is_noticed_and_makes_up_nothing(which: int, share: f
     for number, tokens in after.found.outputs.items():
         assert tokens == true.outputs[number][: len(tokens)]
     assert after.num_damaged > 0
-    # The recovered contents are complete, and remain complete.
+    # The recovered contents are undamaged, and the next scheduler recovers the same.
     again = Scheduler(FolderOnDisk(disk))
     assert (again.found, again.num_damaged) == (after.found, 0)
 
@@ -244,7 +244,7 @@ def test_damage_names_file_and_offset_and_keeps_the_file(tmp_path: Path, caplog:
     scheduler = Scheduler(LogFolder(path), segment_bytes=1 << 16)
     assert f"{file} is damaged at byte {place}" in caplog.text
     assert file.with_name("00000001.log.damaged").read_bytes() == content
-    # The log cannot tell which requests the damaged commit contained, so all requests continue from before that commit.
+    # It is unknown which requests the damaged commit contained, so all requests continue from before it.
     expected = {number: [token for token in tokens if token < 17] for number, tokens in true.outputs.items()}
     assert scheduler.found.outputs == expected
     scheduler.store.close()
@@ -331,7 +331,7 @@ def replace(file: Path) -> None:
 
 
 def swap(file: Path) -> None:
-    """Replace a file with a copy; the original remains elsewhere."""
+    """Replace a file with a copy; the original gets another name."""
     file.rename(file.with_name("moved"))
     shutil.copy(file.with_name("moved"), file)
 

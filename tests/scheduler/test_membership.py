@@ -128,10 +128,10 @@ def test_a_lost_result_ends_the_epoch() -> None:
     group = harness.add_group()
     harness.submit("a", 3, 6)
     harness.turn()
-    group.run(harness.now_ns)  # and the result is never delivered
+    group.run(harness.now_ns)  # the result is never delivered
     beat = WorkerBeat(harness.now_ns, group.registration.connection, group.epoch, 1)
     harness.handle(beat)
-    assert len(harness.core.groups) == 1  # the request may be in transit
+    assert len(harness.core.groups) == 1  # the result may still be in transit
     harness.handle(beat)
     assert harness.core.groups == []
     harness.add_group()
@@ -176,7 +176,7 @@ def test_a_row_that_fails_ends_only_its_own_request() -> None:
 
 
 def die_of(harness: Harness, poison: str) -> None:
-    """Run while a worker dies in each step with the poison request and another worker registers."""
+    """Run all steps; in each step with the poison request, the worker dies, and another one registers."""
     incarnation = 100
     harness.turn()
     for _ in range(200):
@@ -279,7 +279,8 @@ def test_a_request_is_blamed_from_the_second_silent_worker_on() -> None:
     assert blamed == [[], ["g1"], ["g1", "g2"]]
     assert request.failure is not None
     assert harness.core.totals.num_worker_deaths == 3
-    # The request is blamed, so no group is blamed, including the first group, which is missing from `died_on`.
+    # The deaths are attributed to the request, so to none of the groups, not even to the first, which is missing from
+    # `died_on`.
     for number in range(3):
         harness.add_group(f"g{number}", incarnation=number + 4)
     assert [group.standing.num_deaths for group in harness.core.groups] == [0, 0, 0]

@@ -60,8 +60,8 @@ def test_a_plugin_that_is_not_installed_is_named() -> None:
 
 @pytest.mark.usefixtures("shortest_first")
 def test_an_installed_package_sees_all_requests_and_reorders_those_that_wait() -> None:
-    """There are 8 blocks of 4 tokens, and `a` needs 5 of them until its end. Only `d` fits in addition; the others
-    start in order of length.
+    """There are 8 blocks of 4 tokens, and `a` needs 5 of them until its end. Only `d` fits at the same time; the others
+    start later, in order of length.
     """
     harness = Harness(scheduler=load_scheduler("shortest_first", "max_utilization", "inflight_fused"))
     harness.submit("a", 12, 8)

@@ -166,7 +166,7 @@ def test_retention_keeps_a_system_prompt(num_before: int) -> None:
     assert harness.core.lifecycle.requests["again"].counters.num_cached_tokens == 8
 
 
-@pytest.mark.parametrize("length", [9, 8])  # of 8 tokens, the last block is recomputed into a new block
+@pytest.mark.parametrize("length", [9, 8])  # with 8 tokens, the last block is recomputed into a new block
 def test_a_request_raises_the_retention_of_cached_blocks(length: int) -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group(num_blocks=6)
@@ -194,7 +194,7 @@ def test_requests_go_where_their_prefix_is_until_that_group_has_more_to_do() -> 
     for number in range(8):
         harness.submit(f"r{number}", [*prefix, 2, number], 40)
         harness.turn()
-    # The load differs by 16 tokens each time: after four more requests on `g`, `h` is an equally good choice.
+    # Each request adds a load of 16 tokens: after four more requests on `g`, `h` is an equally good choice.
     assert (len(harness.group("g").active), len(harness.group("h").active)) == (5, 4)
     harness.run()
     harness.check_is_empty()
@@ -273,7 +273,7 @@ def test_blocks_of_a_row_that_fails_after_its_request_was_aborted_are_not_reused
     if not is_later:
         harness.submit("good", [*prefix, 78], 4)
     harness.turn()
-    harness.handle(AbortRequested(harness.now_ns, "bad"))  # its step is in flight, and fails
+    harness.handle(AbortRequested(harness.now_ns, "bad"))  # the step of `bad` is in flight, and fails
     harness.run()
     if is_later:
         harness.submit("good", [*prefix, 78], 4)
@@ -283,7 +283,9 @@ def test_blocks_of_a_row_that_fails_after_its_request_was_aborted_are_not_reused
 
 
 def test_extra_outputs_of_a_token_that_is_computed_again_are_kept_once() -> None:
-    """A resumed sequence shares blocks that a row of the same step fails to compute, so that its token is ignored."""
+    """A resumed sequence shares blocks whose computation fails in another row of the same step, so the sequence's token
+    is ignored.
+    """
     prefix = list(range(7, 23))
     harness = Harness(pipeline_depth=1)
     harness.add_group(fail_token=77)
@@ -308,7 +310,7 @@ def test_extra_outputs_of_a_token_that_is_computed_again_are_kept_once() -> None
 
 @pytest.mark.parametrize("num_own", [4, 6])
 def test_a_request_that_used_blocks_of_a_failed_row_restarts_after_they_have_left_a_window(num_own: int) -> None:
-    """The second step releases the first blocks of `bad` and, with 16 tokens, those of `good`."""
+    """The second step releases the first blocks of `bad` and, if `good` has 16 prompt tokens, also those of `good`."""
     harness = Harness(attention_windows=(6,))
     harness.add_group(fail_token=77)
     shared, end = list(range(7, 17)), 10 + num_own

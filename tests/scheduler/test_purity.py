@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 CORE = Path(__file__).parents[2] / "scheduler" / "core"
-# This module is allowed since routers compute the same hashes.
+# This module outside of the core is allowed, since routers compute the same hashes with it.
 SHARED = CORE.parents[1] / "midstream" / "kv_hashes.py"
 PURE = {
     "__future__", "abc", "array", "bisect", "collections", "collections.abc", "dataclasses", "enum", "functools",

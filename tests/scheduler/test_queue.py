@@ -45,7 +45,8 @@ def test_clients_take_turns_by_what_they_are_charged() -> None:
         queue.push(request(name, client_id="heavy"))
     queue.push(request("x", client_id="light"))
     queue.push(request("y", client_id="light"))
-    # heavy and light start at 0 -> a (heavy at 20), x (light at 20), b (heavy at 40), y (light at 40), then only heavy.
+    # Virtual times: heavy and light start at 0 -> a (heavy at 20), x (light at 20), b (heavy at 40), y (light at 40),
+    # then only heavy is left.
     assert drain(queue) == "axbycd"
 
 
@@ -65,9 +66,9 @@ def test_a_client_that_was_away_does_not_catch_up() -> None:
     for _ in range(3):
         head = queue.head()
         assert head is not None
-        queue.take(head, 1)  # busy is at 60, the remaining client at 40
+        queue.take(head, 1)  # the virtual time of `busy` is 60, that of the queue 40
     for name in "xyz":
-        queue.push(request(name, client_id="late"))  # starts at 40, not at 0
+        queue.push(request(name, client_id="late"))  # its virtual time starts at 40, not at 0
     queue.push(request("e", client_id="busy"))
     assert drain(queue) == "xdyze"
 
@@ -79,7 +80,7 @@ def test_unused_tokens_are_refunded() -> None:
     queue.push(request("b", client_id="one"))
     queue.push(request("x", client_id="two"))
     queue.push(request("y", client_id="two"))
-    queue.take(first, 1)  # one client is at 1010
+    queue.take(first, 1)  # the virtual time of client `one` is 1010
     queue.settle(first)  # at 10
     assert drain(queue) == "xby"
 
@@ -190,7 +191,7 @@ def test_a_request_is_charged_for_its_parts_as_they_start() -> None:
     ("tokens_per_block", "num_rows", "num_output_tokens", "num_tokens"),
     [
         (1, 1, None, 20),
-        (1, 4, None, 20 + 3 * 11),  # the rows share all of the prompt but its last token
+        (1, 4, None, 20 + 3 * 11),  # the rows share the prompt except its last token
         (4, 4, None, (5 + 3 * 3) * 4),
         (4, 4, 3, (4 + 3 * 2) * 4),
         (4, 0, None, 0),
@@ -212,7 +213,7 @@ def test_a_waiting_request_is_overtaken_by_at_most_what_it_is_still_charged() ->
     assert queue.allowance(large, small) == 53
     queue.take(small, 1)
     assert queue.allowance(large, other) == 53 - 20
-    queue.take(large, 1)  # one of its sequences, for 20
+    queue.take(large, 1)  # starts one of its sequences, which costs 20 tokens
     assert queue.allowance(large, other) == 53 - 20
     assert queue.allowance(large, urgent) < 0
 

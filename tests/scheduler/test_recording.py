@@ -113,8 +113,8 @@ class RecordedHarness(Harness):
 
 
 def live(path: Path, seed: int = 1, capacity: str = "max_utilization") -> RecordedHarness:
-    """Run preemptions, cancellations, deadlines, the death and the shutdown of a worker, and prefix reuse on two
-    groups.
+    """Record a workload on two groups with preemptions, cancellations, deadlines, prefix reuse, and the death and
+    shutdown of a worker.
     """
     rng = random.Random(seed)
     life = RecordedHarness(path, capacity=capacity, max_num_tokens=24)
@@ -129,7 +129,7 @@ def live(path: Path, seed: int = 1, capacity: str = "max_utilization") -> Record
         if number % 7 == 0:
             life.handle(AbortRequested(life.now_ns, f"r{number - 2}"))
         if number == 30:
-            life.kill("h")  # and `g` stays silent meanwhile
+            life.kill("h")  # `g` is silent in the meantime, so it is lost too
             for name in "gh":
                 life.add_group(name, num_blocks=24, max_batch_size=6)
         if number == 45:
@@ -159,7 +159,7 @@ def test_a_recording_replays_bit_for_bit(tmp_path: Path) -> None:
 def test_an_end_is_recorded_as_it_was_before_a_stop_word_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recorder's thread takes the events from its queue only when everything has happened."""
+    """The recorder's thread takes the events from its queue only after all of them have happened."""
     path, is_over = tmp_path / "life", threading.Event()
     life = RecordedHarness(path, capacity="max_utilization")
     waiting, take = life.recorder._waiting, life.recorder._waiting.get

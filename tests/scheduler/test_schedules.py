@@ -31,12 +31,15 @@ def test_fused_steps_hold_generation_and_as_much_context_as_the_budget_leaves() 
 
 
 def test_two_stages_compute_two_micro_batches_at_the_same_time() -> None:
-    """One more step is in flight, and no sequence is in two consecutive steps, except right after its prompt."""
+    """One additional step is in flight, and no sequence is in two consecutive steps, except immediately after its
+    prompt.
+    """
     harness = Harness()
     harness.add_group(num_micro_batches=2)
     for name in "abcd":
         harness.submit(name, 3, 5)
-    # The stages compute only prompts, so half of the sequences follow, and then the other half.
+    # The first step contains only prompts, so one half of the sequences generates in the next step, and the other half
+    # in the one after it.
     assert harness.turn() == ["+a[0:3] +b[0:3] +c[0:3] +d[0:3]", "a b", "c d"]
     assert harness.step() == ["a b"]
     assert harness.step() == ["c d"]
@@ -57,7 +60,7 @@ def test_the_chunks_of_a_prompt_follow_each_other_through_three_stages() -> None
     assert harness.turn() == ["+a[0:4]", "a[4:8]", "a[8:12]", "a[12:14]"]
     harness.submit("b", 3, 3)
     assert harness.step() == ["+b[0:3]"]
-    # While there is nothing else to run, the next token's step waits for the step that it depends on.
+    # If there is nothing else to run, the step for the next token waits for the step that it depends on.
     assert schedule(harness)[5:] == ["a", "b", "a", "b"]
 
 
@@ -73,7 +76,7 @@ def test_two_micro_batches_follow_a_worker_that_dies_with_their_steps() -> None:
     harness.cut("g")
     harness.add_group(num_micro_batches=2)
     harness.run()
-    # The harness has compared each token with the only correct one.
+    # The harness has checked each token.
     assert [len(harness.tokens[name, 0]) for name in "ab"] == [9, 9]
     harness.check_is_empty()
 
@@ -127,7 +130,9 @@ def test_without_chunked_context_a_prompt_longer_than_any_step_is_rejected() -> 
 
 @pytest.mark.parametrize("batching", ["inflight_fused", "inflight", "static"])
 def test_without_chunked_context_a_preempted_long_sequence_is_computed_in_pieces(batching: str) -> None:
-    """A worker dies when prompt and output are longer than a step; later a worker with larger steps dies, too."""
+    """A worker dies when prompt and output together exceed the size of a step; later, a worker with larger steps dies
+    too.
+    """
     harness = Harness(enable_chunked_context=False, batching=batching)
     harness.add_group("g", max_num_tokens=8)
     harness.add_group("h", max_num_tokens=16)
@@ -177,7 +182,8 @@ def test_static_batches_run_in_lockstep_one_after_the_other() -> None:
     assert harness.step() == ["a b"]  # only after the whole context is computed
     assert harness.step() == ["b"]
     harness.finish_step()
-    assert harness.core.current_stats(0).step.empty_generation_slots == 1  # uses the row of `a`, which has ended
+    # `a` has ended, but its slot stays empty until the batch ends.
+    assert harness.core.current_stats(0).step.empty_generation_slots == 1
     assert harness.turn() == ["b"]
     assert schedule(harness)[5:] == ["+c[0:3]", "c"]  # a new batch starts only when the previous one has finished
 
@@ -187,7 +193,7 @@ def test_guaranteed_no_evict_reserves_blocks_for_the_longest_output() -> None:
     harness.add_group(num_blocks=4)
     harness.submit("a", 4, 5)  # 4 + 4 computed tokens, which take 2 blocks
     harness.submit("b", 4, 5)  # 2 blocks
-    harness.submit("c", 4, 1)  # 1 block, which is free now but reserved
+    harness.submit("c", 4, 1)  # 1 block; it is free now, but reserved
     assert harness.turn() == ["+a[0:4] +b[0:4]"]
     assert harness.group().blocks.num_available == 2
     assert harness.group().tables.num_reserved_blocks == 2
@@ -239,7 +245,7 @@ def test_max_utilization_pauses_the_client_that_holds_more_than_its_share_before
     assert harness.step() == ["+c[0:4] | a b"]
     for _ in range(3):
         assert harness.step() == ["a b c"]
-    # Each holds two full blocks, and no block is free: the heavy client has 4 of 6.
+    # Each request holds two full blocks, and no block is free: the heavy client has 4 of 6.
     assert schedule(harness)[5:] == ["a c", "+b[4:9] | a", "a b", "a b", "b"]
 
 
@@ -319,7 +325,7 @@ def test_a_step_verifies_as_many_drafts_as_a_batch_has_rows() -> None:
         harness.submit(f"{number}", 4, 40, num_draft_tokens=16)
     harness.turn()
     harness.step()
-    # 6 rows are in use. Four requests verify 16 drafts, the next one 10.
+    # 6 rows are in use. Four requests verify 16 drafts each, and the fifth verifies 10.
     assert harness.groups["g"].plans[-1].draft_limits == [16, 16, 16, 16, 10]
     harness.run()
     harness.check_is_empty()
@@ -362,7 +368,7 @@ def test_a_window_keeps_exactly_the_blocks_that_the_next_token_needs(window: int
     while harness.groups["g"].plans:
         first_attended = max(
             0, sequence.num_computed - window
-        )  # by the token at num_computed - 1, which the step computes
+        )  # the first position that the token at num_computed - 1, which the step computes, attends to
         assert sequence.num_freed * 4 <= first_attended
         if harness.groups["g"].plans[0].block_ids:
             assert sequence.num_freed == first_attended // 4
@@ -397,8 +403,8 @@ def test_clients_share_a_step_and_do_not_wait_for_each_others_long_contexts() ->
     harness.submit("b", 6, 1, client_id="heavy")
     assert harness.turn() == ["+a[0:8]"]
     harness.submit("x", 6, 1, client_id="light")
-    # `x` needs less, so it is served first, and client `heavy` gets the rest. While `x` may return, `heavy` gets at
-    # most half a step.
+    # `x` needs less, so it is served first, and client `heavy` gets the rest of the step. While client `light` might
+    # send another request, `heavy` gets at most half a step.
     assert schedule(harness) == ["+a[0:8]", "+x[0:6] a[8:10]", "a[10:14]", "+b[0:4]", "b[4:6]"]
 
 

@@ -278,7 +278,7 @@ async def test_abort_and_deadline_end_the_feed() -> None:
 
 @pytest.mark.parametrize("how", ["kill", "freeze", "stop"])
 async def test_a_worker_lost_in_the_middle_costs_no_token(how: str) -> None:
-    # A frozen worker is detected only by its silence, whereas a dead worker closes its connection.
+    # A frozen worker is detected only by its silence, whereas the connection of a dead worker is closed.
     timeout_ms = 400 if how == "freeze" else 600_000
     num_tokens = 250
     async with run_scheduler(worker_timeout_ms=timeout_ms, heartbeat_interval_ms=50) as scheduler:
@@ -383,7 +383,7 @@ async def test_an_older_detokenizer_gets_no_request_that_it_cannot_serve_fully()
         for feed in (old, new):
             await feed.attach(1, "a")
             await feed.read()
-        # An unavailable detokenizer makes the router attach to another one.
+        # With this error, the router treats the detokenizer as unavailable and attaches to another one.
         error = from_proto(old.opened[1].error)
         assert isinstance(error, UnavailableError)
         assert "max_tokens 0" in error.message

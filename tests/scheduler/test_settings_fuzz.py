@@ -1,6 +1,7 @@
-"""Random settings: accepted requests end correctly, others are rejected at once with the reason, and no request stalls.
+"""Random settings: accepted requests end correctly, other requests are rejected at once with the reason, and no request
+stalls.
 
-Some combinations have a journal of one of the kinds; their scheduler is lost once, and recovers from it.
+Some combinations have a journal, of any kind; in these, the scheduler is lost once and recovers from the journal.
 
 The fake model checks each step against the contents of its KV cache, and the harness checks that each token is the
 successor of the previous one. A failing seed is printed and can be run alone: pytest
@@ -91,7 +92,9 @@ def draw_group(draw: random.Random, config: SchedulerConfig) -> dict[str, Any]:
 
 
 def draw_journal(draw: random.Random, folder: Path, server: str) -> Store | None:
-    """Return an empty journal of a random kind; `server` is a PostgreSQL server, or nothing if there is none."""
+    """Return an empty journal of a random kind, or None; `server` is the connection string of a PostgreSQL server, or
+    empty.
+    """
     kind = draw.choice(("off",) * 7 + ("sqlite", "log", "postgres" if server else "log"))
     name = folder / f"journal{draw.getrandbits(63)}"
     if kind == "sqlite":
@@ -166,7 +169,7 @@ def draw_request(draw: random.Random, number: int) -> dict[str, Any]:
 
 
 def request_of(request_id: str, spec: dict[str, Any]) -> pb.GenerateRequest:
-    """Return the message for a request that was drawn."""
+    """Return the message for a request with these randomly drawn fields."""
     return pb.GenerateRequest(
         request_id=request_id,
         token_ids=pb.TokenIds(values=spec["prompt"]),
@@ -311,7 +314,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[Path]:
-    """Return a folder in memory if there is one, because waiting for a disk would take most of the time."""
+    """Return a folder in /dev/shm if that exists, because waiting for a disk would take most of the time."""
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else tmp_path) as folder:
         yield Path(folder)

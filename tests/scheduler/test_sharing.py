@@ -83,7 +83,7 @@ def test_a_request_that_needs_all_blocks_starts_when_they_are_free() -> None:
     harness.add_group(num_blocks=16)
     harness.submit("x", 2, 3, client_id="light")
     harness.turn()
-    harness.submit("large", 60, 5, client_id="heavy")  # all 16 blocks
+    harness.submit("large", 60, 5, client_id="heavy")  # needs all 16 blocks
     harness.run()
     harness.check_is_empty()
     assert len(harness.tokens["large", 0]) == 5
@@ -106,14 +106,15 @@ def test_a_client_that_has_its_share_does_not_block_others(
 ) -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group(num_blocks=num_blocks, max_batch_size=max_batch_size)
-    harness.submit("one", 4, 100, client_id="heavy", num_sequences=num_sequences)  # most of the blocks, or of the rows
+    harness.submit("one", 4, 100, client_id="heavy", num_sequences=num_sequences)  # uses most blocks or rows
     harness.turn()
-    for number in range(30):  # more than the heavy client's requests, so that its next one is served first
+    # These use more tokens than the heavy client's request, so that its next request is first in the queue.
+    for number in range(30):
         harness.submit(f"paid{number}", 28, 1, client_id="light")
     for _ in range(60):
         harness.step()
     harness.submit("two", 4, 100, client_id="heavy", num_sequences=num_sequences)
-    small = [f"x{number}" for number in range(15)]  # more than the size of the waiting request, 480 tokens
+    small = [f"x{number}" for number in range(15)]  # 480 tokens, which is more than the size of the waiting request
     for name in small:
         harness.submit(name, 28, 1, client_id="light")
     harness.turn()
@@ -164,7 +165,7 @@ def test_two_large_requests_do_not_block_new_ones(capacity: str, reuse: bool, nu
         enable_block_reuse=reuse,
     )
     harness.add_group(num_blocks=7_000, max_batch_size=16, max_num_tokens=2_048, max_sequence_length=20_000)
-    for name in ("one", "two"):  # more than the number of blocks, together with the rest
+    for name in ("one", "two"):  # together with the other requests, these need more blocks than there are
         num_sequences = 7_000 * 16 // num_tokens
         harness.submit(name, 16, num_tokens - 16, client_id="hoarder", num_sequences=num_sequences)
     harness.turn()
@@ -192,7 +193,7 @@ def test_a_prompt_does_not_wait_for_the_long_prompts_of_another_client() -> None
 def test_a_large_request_starts_in_parts_and_leaves_room() -> None:
     harness = Harness(pipeline_depth=1)
     harness.add_group(num_blocks=16, max_batch_size=16)
-    harness.submit("n", 4, 13, num_sequences=4)  # 4 blocks each; one block is reserved for others
+    harness.submit("n", 4, 13, num_sequences=4)  # 4 blocks for each sequence; one block is reserved for other clients
     assert harness.turn() == ["+n/0[0:4]"]
     assert harness.step() == ["+n/1[3:4] +n/2[3:4] | n/0"]
     assert [request.request_id for request in harness.core.queue] == ["n"]

@@ -112,7 +112,7 @@ def test_costs_are_never_negative() -> None:
 
 @dataclass(frozen=True)
 class Regime:
-    """A worker, and a load of about half of its capacity."""
+    """A kind of worker, and a request rate that uses about half of its capacity."""
 
     cost: CostModel
     fleet: Fleet
@@ -133,7 +133,7 @@ REGIMES = {
 }
 
 
-# The policies differ only where blocks are scarce.
+# The policies differ only if blocks are scarce.
 @pytest.mark.parametrize(
     ("name", "policy"), [*((name, "guaranteed_no_evict") for name in REGIMES), ("few blocks", "max_utilization")]
 )
@@ -168,7 +168,9 @@ def median_first_token_ns(regime: Regime, policy: str, times: int, *, has_client
 
 
 def changed(event: Event, regime: Regime, has_clients: bool) -> Event:
-    """Return the event; a submitted request may get a prompt of another length or lose its client's name."""
+    """Return the event. If it submits a request, the prompt gets another length in a regime with long prompts, and the
+    client's name is removed without `has_clients`.
+    """
     if not isinstance(event, Submitted):
         return event
     spec = event.spec if has_clients else replace(event.spec, client_id="")

@@ -38,7 +38,7 @@ LIES: dict[str, Lie] = {
     "a step that was not sent": lambda event: dataclasses.replace(event, step_id=event.step_id + 9),
 }
 
-# For requests with drafts, and for beam searches.
+# Invalid results for requests with drafts, and for beam searches.
 RUN_LIES: dict[str, tuple[dict[str, int], Lie]] = {
     "more accepted tokens than drafts were allowed": (
         {"num_draft_tokens": 2},
@@ -82,7 +82,7 @@ RUN_LIES: dict[str, tuple[dict[str, int], Lie]] = {
 
 
 def run_beside(harness: Harness, fail: Callable[[], None], max_steps: int = 3_000) -> None:
-    """Run until all requests have ended; each step of the group `bad` is failed by calling `fail`."""
+    """Run until all requests have ended; whenever the group `bad` has a step, `fail` makes it fail."""
     harness.turn()
     for _ in range(max_steps):
         if not harness.core.lifecycle.num_unfinished:
@@ -116,7 +116,7 @@ def test_a_missing_result_is_a_fault_of_the_worker() -> None:
     harness.turn()
     finished = WorkerBeat(harness.now_ns, group.registration.connection, group.epoch, last_step_id=1)
     harness.handle(finished)
-    assert len(harness.core.groups) == 1  # the result may have been overtaken
+    assert len(harness.core.groups) == 1  # the heartbeat may have overtaken the result
     harness.handle(finished)
     assert harness.core.groups == []
     assert harness.core.lifecycle.requests["a"].died_on == []
@@ -130,7 +130,7 @@ def test_a_worker_on_trial_runs_one_request_until_it_has_completed_some_steps() 
     harness.add_group(incarnation=7)
     for name in "abc":
         harness.submit(name, 3, 40)
-    assert harness.turn() == []  # it is held off
+    assert harness.turn() == []  # the worker is held off
     harness.wait_until(harness.now_ns + 1_000 * MS)
     for _ in range(NUM_STEPS_ON_TRIAL):
         assert harness.core.num_active_requests == 1
@@ -169,7 +169,7 @@ def test_invalid_runs_and_candidates_are_faults_of_the_worker(spec: dict[str, in
     harness.submit("a", 3, 40, **spec)
     harness.turn()
     if "num_draft_tokens" in spec:
-        harness.step()  # the prompt's token needs no draft
+        harness.step()  # the first token, from the prompt, has no drafts
     harness.handle(lie(group.run(harness.now_ns)))
     assert harness.core.totals.num_worker_faults == 1
     assert harness.core.groups == []
@@ -256,7 +256,7 @@ def test_a_request_avoids_the_worker_that_died_while_running_it() -> None:
     first = next(name for name in ("one", "two") if len(harness.group(name).active) == 1)
     (request,) = harness.group(first).active
     harness.handle(WorkerLost(harness.now_ns, harness.groups[first].registration.connection))
-    harness.add_group(first, incarnation=1001)  # it has no work now, and the other one has three requests
+    harness.add_group(first, incarnation=1001)  # this group has no work now, and the other one has three requests
     harness.turn()
     assert request.group is not None
     assert request.group.group_id != first
@@ -277,7 +277,7 @@ def test_workers_that_a_request_has_killed_are_exonerated() -> None:
     harness.turn()
     harness.cut("one")
     harness.add_group("one", incarnation=1002)
-    assert not harness.group("one").is_held_off  # as after the first death
+    assert not harness.group("one").is_held_off  # as after its first death
 
 
 def test_invalid_responses_of_the_only_worker_blame_no_request() -> None:

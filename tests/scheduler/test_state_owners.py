@@ -58,7 +58,7 @@ def writes(source: str) -> Iterator[tuple[str, str, int]]:
 
 
 def foreign_writes(source: str, module: str) -> list[str]:
-    """Return the assignments in the core to attributes of state classes that belong to another module."""
+    """Return the assignments in this module to attributes of state classes that belong to another module."""
     found = []
     for owner, (classes, names) in OWNERS.items():
         if owner == module:

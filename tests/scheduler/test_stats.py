@@ -12,7 +12,7 @@ from scheduler.edge.feed_batch import perf_metrics_of
 from scheduler.wire.stats import iteration_stats_proto
 from tests.scheduler.harness import MS, Harness
 
-# Names used by TensorRT-LLM, by section.
+# TensorRT-LLM's names, by section of the statistics.
 NAMES = {
     "": (
         "timestamp iter iterLatencyMS newActiveRequestsQueueLatencyMS numActiveRequests numQueuedRequests "

@@ -30,7 +30,7 @@ OnCommitted = Callable[[Accepted], None]
 
 
 class Service:
-    """Rejects requests if `error` is set; requests with `keep_s` wait for `is_found`."""
+    """Accepts requests, or rejects them if `error` is set; requests with `keep_s` first wait for `is_found`."""
 
     def __init__(self) -> None:
         self.uncommitted: list[tuple[Accepted, OnCommitted]] = []
@@ -136,7 +136,8 @@ async def test_nothing_is_answered_after_the_connection_was_lost() -> None:
     service.commit()
     assert task.cancelled()
     assert not router.results
-    assert not service.num_answers  # no reader is expected: the router submits the requests again
+    # No result is computed, since nobody would read it: the router submits the requests again.
+    assert not service.num_answers
 
 
 class HeldJournal:
@@ -146,7 +147,7 @@ class HeldJournal:
         self.held: list[Callable[[], None]] = []
 
     def after_commits(self) -> None:
-        """Replaced by the engine."""
+        """Do nothing; the engine replaces this method."""
 
     def commit(self, entries: list[JournalEntry], then: Callable[[], None]) -> None:
         self.held.append(then)
@@ -200,7 +201,7 @@ async def test_a_reader_of_a_forgotten_request_does_not_detach_from_a_new_one_wi
     spec = RequestSpec(request_id="a", prompt=array("I", [1]), max_tokens=5)
     engine.submit(spec, lambda _: None)
     engine.handle(Attached(engine.now_ns(), "a"))
-    engine._on_detach(Request(spec, 7))  # of an earlier request
+    engine._on_detach(Request(spec, 7))  # an earlier request with the same id
     assert core.lifecycle.requests["a"].num_attached == 1
     engine._on_detach(core.lifecycle.requests["a"])
     assert core.lifecycle.requests["a"].num_attached == 0

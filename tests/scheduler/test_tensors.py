@@ -1,4 +1,4 @@
-"""Tensors reported by workers are bounded in memory, delivered with their tokens, and recomputed for the next
+"""Tensors that workers report use limited memory, are delivered with their tokens, and are recomputed for the next
 scheduler.
 """
 
@@ -78,7 +78,7 @@ def test_embeddings_and_attachments_are_bounded_like_tensors() -> None:
 
 
 def fail(harness: Harness, request_id: str) -> None:
-    """Run the two steps in flight; the first one fails for a request that is not ready."""
+    """Run the two steps in flight; in the first one, the worker is not ready for the request."""
     row = harness.core.lifecycle.requests[request_id].sequences[0].row
     assert row is not None
     event = harness.groups["g"].run(harness.now_ns)
@@ -95,7 +95,7 @@ def test_a_worker_that_is_not_ready_for_a_request_tries_again_after_growing_dela
     harness.turn()
     fail(harness, "a")
     harness.step()
-    assert len(requests["b"].sequences[0].output) == 3  # a delays nobody
+    assert len(requests["b"].sequences[0].output) == 3  # `a` does not delay other requests
     harness.advance(20)
     for delay_ms in (40, 80):
         fail(harness, "a")
@@ -104,7 +104,7 @@ def test_a_worker_that_is_not_ready_for_a_request_tries_again_after_growing_dela
     harness.step()
     assert len(requests["a"].sequences[0].output) == 1
     fail(harness, "a")
-    assert harness.advance(20)  # after a token, delays are short again
+    assert harness.advance(20)  # after a token, the delay is short again
     harness.run()
     alone = Harness()
     alone.add_group()
@@ -130,7 +130,7 @@ def test_a_request_ends_while_it_waits_for_its_worker_to_be_ready(end: str) -> N
         harness.advance(10)
     elif end == "drain":
         harness.handle(DrainStarted(harness.now_ns))
-        assert harness.advance(20)  # what was accepted still runs
+        assert harness.advance(20)  # accepted requests still run
         harness.run()
     else:
         harness.cut("g")
@@ -189,7 +189,8 @@ def test_no_message_is_too_large_and_no_token_comes_before_its_outputs() -> None
         assert batch.ByteSize() < 10 * MIB
         seen += len(batch.outputs)
         num_tokens += len(batch.token_ids)
-        # The first token carries the 20 pieces of the prompt, and every other token carries one more.
+        # The first token comes with the 20 pieces of the prompt's tensors, and every other token comes with one more
+        # piece.
         assert num_tokens <= max(seen - 19, 0)
         batches.append(batch)
     assert (seen, num_tokens) == (28, 9)
@@ -268,5 +269,5 @@ async def test_tensors_are_dropped_with_the_epoch_or_the_connection_of_their_wor
     dispatcher.send_joined(GroupJoined(b"w", "w", 1))
     assert dispatcher._decode([b"w", message]) is None
     assert list(dispatcher._outputs) == [b"w"]
-    assert dispatcher._lost_links() == [b"w"]  # there has never been a connection
+    assert dispatcher._lost_links() == [b"w"]  # there has never been a real connection
     assert dispatcher._outputs == {}

@@ -99,7 +99,7 @@ def test_missing_blocks_are_computed_and_not_looked_up_again() -> None:
     harness.run()
     assert (group.num_adopted, group.model.num_context_tokens) == (0, 22)
     assert harness.core.lifecycle.requests["a"].counters.num_cached_tokens == 0
-    assert len(harness.group("h").stored) == 1  # from the output of the first request
+    assert len(harness.group("h").stored) == 1  # the block that contains output of `first`
     harness.check_is_empty()
 
 
@@ -164,7 +164,7 @@ def test_a_group_whose_tiers_hold_the_prefix_is_preferred() -> None:
 
 
 def retained(group: FakeGroup) -> dict[int, tuple[int, int]]:
-    """Return the priority and the duration in milliseconds that the oldest step has for blocks, by their hashes."""
+    """Return the (priority, duration in milliseconds) of retained blocks in the oldest step, by hash."""
     batch = group.batches[0]
     asked = zip(batch.retained_priorities, batch.retained_ms, strict=True)
     return dict(zip(batch.retained_hashes, asked, strict=True))
@@ -178,7 +178,7 @@ def test_retention_is_passed_on_to_the_tiers() -> None:
     first, second = (value for value in group.batches[0].block_hashes if value)
     assert retained(group) == {first: (90, 0), second: (80, 5000)}
     harness.run()
-    # The duration begins when the block is no longer in use.
+    # The duration starts when the block is no longer in use.
     harness.submit("b", [7], 1)
     harness.turn()
     assert retained(group) == {second: (80, 5000)}

@@ -17,7 +17,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the files that the documents name; a small random model replaces Llama 3."""
+    """Return a folder with the files that the documentation names; a small random model replaces Llama 3."""
     home = tmp_path_factory.mktemp("seeds")
     model = home / "model"
     model.mkdir()
@@ -33,7 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def in_folders(folders: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Run in these folders, with the imports that the documents use."""
+    """Run the test in these folders, with the imports that the documentation uses."""
     monkeypatch.chdir(folders)
     with tensorrt_llm():
         yield folders

@@ -48,21 +48,21 @@ stop_token_ids = [tokenizer.eos_token_id]
 
 @pytest.fixture(scope="module")
 def guided(folders: Path) -> dict[str, Any]:
-    """Return the documentation's guided decoding example, run with transformers' tokenizer."""
+    """Run the documentation's guided decoding example with transformers' tokenizer, and return its names."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folders / "llama-3-8b")
     return run(TOKENIZER, tokenizer=tokenizer)
 
 
 @pytest.fixture(scope="module")
 def executor(folders: Path, guided: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
-    """Two tensor-parallel ranks.
+    """Return an executor with two tensor-parallel ranks.
 
     auto const executorConfig = ExecutorConfig{};
     std::vector<executor::AdditionalModelOutput> additionalOutputs{
         executor::AdditionalModelOutput{"TopKLogits", true}};
     executorConfig.setAdditionalModelOutputs(additionalOutputs);
 
-    Here requests select the additional outputs, so that those of other tests do not have them.
+    Here, requests select the additional outputs, so that the requests of other tests do not get them.
     """
     config = ExecutorConfig(
         max_beam_width=20,

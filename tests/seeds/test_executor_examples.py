@@ -1,4 +1,6 @@
-"""The examples in the documentation of the Executor. Listings are unmodified; folders are those of the fixture."""
+"""The examples in the documentation of the Executor. The listings are unmodified; the folders that they use are those
+of a fixture.
+"""
 
 from __future__ import annotations
 
@@ -405,7 +407,7 @@ class BatchScheduler:
 
 @pytest.fixture(scope="module")
 def first(folders: Path) -> Iterator[dict[str, Any]]:
-    """Return the names that the first example defines; the other examples use its executor."""
+    """Run the first example, and return the names that it defines; the other examples use its executor."""
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.chdir(folders)
@@ -528,10 +530,10 @@ class SeedWorker:
 
 @pytest.mark.usefixtures("in_folders")
 def test_the_workers_listing_runs_on_our_executor(first: dict[str, Any]) -> None:
-    """Runs submit, _enqueue_request, generate_async and _handle_responses of the documentation's BaseWorker.
+    """The test runs submit, _enqueue_request, generate_async and _handle_responses of the documentation's BaseWorker.
 
-    SeedWorker supplies the omitted parts. The listed `submit` passes other arguments to the result than the listed
-    class takes, so the result is created here with the arguments of the class and a plain queue.
+    SeedWorker supplies the omitted parts. The listed `submit` passes arguments that the listed result class does not
+    accept, so the result is created here with the arguments of the class and a plain queue.
     """
 
     def make_result(request: GenerationRequest, **_: Any) -> Any:
@@ -580,7 +582,7 @@ def test_the_documented_listing_reads_our_queue(first: dict[str, Any]) -> None:
 
 
 def test_the_batch_schedulers_listing_fills_the_same_batches() -> None:
-    """The listing is pseudocode: its queue needs `peek`, and its requests run for one step each."""
+    """The listing is pseudocode: its queue must have `peek`, and each of its requests runs for one step."""
 
     class PeekQueue(Queue[Any]):
         def peek(self) -> Any:

@@ -88,7 +88,7 @@ def make_harness() -> Harness:
 
 
 def test_the_documented_policy_starts_requests_that_fit_to_their_end() -> None:
-    """With 8 blocks of 4 tokens, `a` and `b` take 3 blocks each until they end; `c` waits although its prompt would
+    """With 8 blocks of 4 tokens, `a` and `b` need 3 blocks each until they end; `c` waits although its prompt would
     fit.
     """
     harness = make_harness()

@@ -1,4 +1,4 @@
-"""Check the invariants at every event: commit before delivery, epochs, block conservation, and a single end per
+"""Checks of invariants at every event: commit before delivery, epochs, block conservation, and a single end per
 request.
 """
 
@@ -15,10 +15,10 @@ from tests.simulation.workload import Job
 
 
 class Checker:
-    """Results of the checks.
+    """Checks the invariants, and keeps the results.
 
     Attributes:
-        problems: Violations.
+        problems: Descriptions of the violations.
         num_stale: Number of messages dropped because of a stale epoch.
         finishes: Finish reasons of each request, one per scheduler that ended it.
     """

@@ -40,7 +40,7 @@ class Shape:
         step_s: Mean duration of a worker's step.
         window: Maximum number of a call's messages that are in transit or unread.
         transport: The transport, as in the configuration of the components.
-        all_kv: Whether workers always have roles and tiers; otherwise the seed decides.
+        all_kv: Whether workers always have roles and tiers; otherwise, the seed determines it.
     """
 
     num_workers: int = 2
@@ -86,8 +86,8 @@ class Cluster:
         self._watch = watch
         # Whether workers share a host, so that they can adopt blocks that a dead worker computed.
         self.host = Host(store=[] if network.dice.random() < 0.6 else None)
-        # Whether the first worker runs prefill and the others run decode, and whether there are tiers. Drawn
-        # separately, so that the other choices of a seed do not change.
+        # Whether the first worker runs prefill and the others run decode, and whether there are tiers. These are drawn
+        # from another generator, so that they do not affect the other choices of a seed.
         dice = random.Random(repr(network.dice.getstate()))
         self._are_apart = dice.random() < 0.4 or shape.all_kv
         if dice.random() < 0.4 or shape.all_kv:
@@ -190,7 +190,7 @@ class Cluster:
             "tokens_per_block": TOKENS_PER_BLOCK,
             "journal": "sqlite",
             "internal_transport": self.shape.transport,
-            "grpc_server": "grpcio",  # only its interface is simulated
+            "grpc_server": "grpcio",  # the simulation implements only grpcio's interface
             "heartbeat_interval_ms": 400,
             "worker_timeout_ms": 1_000,
             "worker_progress_timeout_ms": 2_000,

@@ -102,7 +102,7 @@ async def _jump(simulation: RunningSimulation, dice: random.Random) -> None:
 
 async def _lie(simulation: RunningSimulation, dice: random.Random) -> None:
     name = dice.choice([name for name in simulation.cluster.processes if name.startswith("worker")])
-    # After six faults and repeated deaths, a worker is held off for longer than a request waits for one.
+    # After six faults and repeated deaths, a worker would be held off for longer than a request waits for a worker.
     num_before = simulation.happened["0 lie"] - 1
     simulation.cluster.workers[name].lies += (dice.randint(1, 3), 1, 0, 0)[num_before]
 
@@ -125,7 +125,7 @@ async def _part(simulation: RunningSimulation, dice: random.Random) -> None:
 
 async def _cut(simulation: RunningSimulation, dice: random.Random) -> None:
     name, network = _any(simulation, dice), simulation.cluster.network
-    # A client has half a second to reconnect, for which this network is too slow.
+    # A client has only half a second to reconnect, which is too short on a slow network.
     spares_clients = network.weather.slow_share > 0 and network.weather.slow_s >= _SLOW_S
 
     def matches(one: Process, other: Process) -> bool:

@@ -100,8 +100,8 @@ def slow_reader(dice: random.Random) -> Scenario:
 
 @scenario(15)
 def overload(dice: random.Random) -> Scenario:
-    """There are ten times too many requests: some are rejected at once with a retry hint, and admitted requests
-    complete.
+    """There are more requests than the service has capacity for: some are rejected at once with a retry hint, and
+    admitted requests complete.
     """
     work = [Job(request(dice, number), start_s=dice.uniform(0, 0.05), must_complete=False) for number in range(20)]
 
@@ -143,7 +143,7 @@ def same_id_twice(dice: random.Random) -> Scenario:
 
 @scenario(23)
 def hoarder(dice: random.Random) -> Scenario:
-    """One client requests twice the capacity of a worker; meanwhile, the small requests of other clients are served."""
+    """One client requests twice the capacity of a worker; the small requests of another client are still served."""
     hoards = [Job(long_request(dice, number, 4, 40)) for number in range(2)]
     for hoard in hoards:
         hoard.request.client_id = "hoarder"

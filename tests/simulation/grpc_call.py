@@ -1,4 +1,4 @@
-"""grpc.aio without sockets: both ends of a call over the simulated network.
+"""A simulation of grpc.aio without sockets: both ends of a call over the simulated network.
 
 Messages are serialized by the real stubs and handlers. As with HTTP/2's flow control, a writer waits while more than
 the network's `window` messages are unread at the other end.
@@ -23,8 +23,8 @@ class Item:
     """An item sent over a wire.
 
     Attributes:
-        kind: start, message, read (the other end read some messages), half_close, cancel, headers, status, broken.
-        count: Number of messages that the other end has read.
+        kind: start, message, read (the sender has read some messages), half_close, cancel, headers, status or broken.
+        count: For `read`: number of messages that have been read.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class Item:
 
 
 class End:
-    """One end of a call: the received items, and how much may still be sent."""
+    """One end of a call: the received messages, and the number of sent messages that are still unread."""
 
     def __init__(self) -> None:
         self.inbox: deque[bytes] = deque()

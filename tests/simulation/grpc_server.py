@@ -111,7 +111,7 @@ class Server:
         self._is_stopping = False
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """Do nothing: the registered handlers are the same."""
+        """Do nothing, since the same handlers are also passed to `add_registered_method_handlers`."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
         """Register the handlers."""
@@ -181,7 +181,8 @@ class Server:
                 request = context.messages()
             else:
                 request = handler.request_deserializer(data)
-                if handler.request_streaming:  # an interceptor reads the only message itself
+                # In this case, an interceptor has replaced the handler, and reads the only message itself.
+                if handler.request_streaming:
                     request = _only(request)
             if handler.response_streaming:
                 behaviour = handler.stream_stream if handler.request_streaming else handler.unary_stream

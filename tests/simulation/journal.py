@@ -74,7 +74,7 @@ class Disk:
             self.num_committed[key] = max(self.num_committed.get(key, 0), stored)
 
     def damage(self, kind: str, dice: random.Random) -> bool:
-        """Tear the tail or damage a record; return whether there was a record."""
+        """Tear the end of the journal or damage a record; return False if there is no record to damage."""
         if kind == "torn":
             self.num_torn += 1
         elif kind == "corrupt" and self.commits:
@@ -91,7 +91,7 @@ class Disk:
         return True
 
     def reset_lengths(self, lengths: dict[tuple[int, int], int]) -> None:
-        """Truncate to what a scheduler has read, from where it continues."""
+        """Set the numbers of output tokens that a scheduler has read, from which it continues."""
         self._lengths = lengths
 
 

@@ -1,4 +1,4 @@
-"""An event loop with virtual time: when no callback is ready, it jumps to the next timer.
+"""An event loop with virtual time: when no callback is ready, the time jumps to the next timer.
 
 Everything that runs belongs to a `Process` of the simulated machines, stored in its context. A callback of a frozen
 process waits until the process continues (SIGSTOP, SIGCONT); a dead process runs its callbacks only to clean up,
@@ -31,7 +31,7 @@ class Process:
         number: Number of the process within the simulation.
         is_dead: Whether it has exited or was killed.
         held: Callbacks held back while it is frozen; None while it runs.
-        signals: Handlers of SIGTERM and others.
+        signals: Handlers of signals such as SIGTERM.
         on_death: Actions of the operating system at its death, such as closing connections.
         wall_shift_s: Offset of its machine's wall clock.
         wall_drift: Relative drift of that clock.
@@ -113,12 +113,12 @@ PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("proces
 
 
 class StandstillError(AssertionError):
-    """No callback is ready and no timer runs, but the simulation has not ended."""
+    """No callback is ready and no timer is set, but the simulation has not ended."""
 
 
 class Callback(asyncio.TimerHandle):
-    """A handle without asyncio's debugging support, since half of the time of a simulation is spent in callbacks and
-    timers.
+    """A handle without asyncio's debugging support, which would be slow: a simulation spends half of its time in
+    callbacks and timers.
     """
 
     __slots__ = ()
@@ -150,7 +150,7 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
 
     _ready: deque[Callback]
     _stopping: bool
-    # The loop creates its servers and connections with these.
+    # The `Sockets` with which the loop creates servers and connections.
     sockets: Any = None
 
     def __init__(self, resolve: Callable[[str], list[str]]) -> None:
@@ -188,7 +188,7 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
     # Used by futures.
     get_debug = staticmethod(bool)
 
-    # There is only one thread, so this is the same.
+    # The same as `call_soon`, since there is only one thread.
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_later(  # type: ignore[override]  # no type variables here
@@ -274,20 +274,20 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
 
 
 class Flag:
-    """An event that wakes one waiter, which also resets the event."""
+    """An event that wakes a single waiter and is then reset."""
 
     def __init__(self) -> None:
         self._is_set = False
         self._waiter: asyncio.Future[None] | None = None
 
     def set(self) -> None:
-        """Wake the current waiter, or else the next one."""
+        """Wake the current waiter or, if there is none, the next one."""
         self._is_set = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the flag is set or the time is over, and reset it."""
+        """Wait until the flag is set or the timeout expires, and reset the flag."""
         if not self._is_set:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()

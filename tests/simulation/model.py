@@ -27,12 +27,12 @@ _MASK = (1 << 61) - 1
 
 
 def extend_state(state: int, token: int) -> int:
-    """Return the hash of some tokens and one more token, as stored in the cache."""
+    """Return the hash of a sequence of tokens, as stored in the cache, given the hash of all but the last one."""
     return (state * 1_000_003 + token + 1) & _MASK
 
 
 def next_token(state: int, seed: int, sequence_index: int) -> int:
-    """Return the next token."""
+    """Return the token that follows a sequence with this hash."""
     mixed = (state ^ (seed * 0x9E3779B97F4A7C15) ^ (sequence_index * 0xC2B2AE3D27D4EB4F)) & ((1 << 64) - 1)
     mixed = ((mixed ^ (mixed >> 31)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
     mixed ^= mixed >> 29
@@ -64,10 +64,10 @@ class Row:
 
 
 class SimulatedModel:
-    """The rows and blocks of one epoch; each step is checked.
+    """The rows and blocks of one epoch; checks each step.
 
     For each slot, the KV cache stores a hash of all tokens up to it. When a row is computed, all preceding tokens must
-    be in its blocks. Wrong sharing, and blocks that are released too early, are therefore detected where they happen.
+    be in its blocks. Incorrect sharing and premature release of blocks are therefore detected where they occur.
     """
 
     def __init__(self, num_blocks: int, tokens_per_block: int = TOKENS_PER_BLOCK) -> None:
@@ -135,7 +135,7 @@ class SimulatedModel:
                 )
 
     def _compute(self, spans: list[tuple[Row, int, int]]) -> None:
-        """Write all keys and values of a step before any attention is computed."""
+        """Write the keys and values of all rows of a step, and only then check what their attention reads."""
         for row, start, end in spans:
             if end > len(row.tokens) or end > len(row.table) * self._size:
                 raise ProtocolError(

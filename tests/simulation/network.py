@@ -22,7 +22,7 @@ _OUTSIDE = contextvars.Context()
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """How the network behaves.
+    """The behavior of the network.
 
     Attributes:
         delay_s: Typical delay of a message.
@@ -44,11 +44,11 @@ class Connection(Protocol):
     ends: tuple[Process, Process]
 
     def break_(self) -> None:
-        """Notify both ends that the connection is gone; messages in transit are lost."""
+        """Cut the connection: notify both ends; messages in transit are lost."""
 
     def end_closed(self, end: Process) -> None:
-        """Handle the death of the process at one end; the other end is notified after everything that was sent
-        before.
+        """Handle the death of the process at one end; the other end is notified after it has received everything that
+        was sent before.
         """
 
 
@@ -63,7 +63,7 @@ class Network:
         connections: Open connections, oldest first.
         num_messages: Number of messages that have arrived.
         on_message: Called before each message arrives.
-        on_write: Called with the call and what its server writes to it.
+        on_write: Called with a call or connection, and each message that its server writes to it.
         trace: All events, one per line; None if tracing is off.
     """
 
@@ -128,7 +128,7 @@ class Network:
             connection.end_closed(process)
 
     def cut(self, matches: Callable[[Process, Process], bool]) -> int:
-        """Break connections; return how many were broken."""
+        """Break all connections that `matches` accepts; return their number."""
         broken = [item for item in self.connections if matches(*item.ends)]
         for connection in broken:
             connection.break_()

@@ -35,8 +35,8 @@ class Outcome:
 
     Attributes:
         all_kv: Whether roles and tiers were forced.
-        happened: Faults and adoptions that occurred.
-        problems: Violations; empty if the seed passes.
+        happened: Number of occurrences of each fault and adoption.
+        problems: Descriptions of the violations; empty if the seed passes.
         trace: All events, if requested; the same for the same seed.
     """
 
@@ -53,7 +53,7 @@ class Outcome:
 def run_seed(
     seed: int, *, faults: bool = True, trace: bool = False, make: MakeScenario | None = None, all_kv: bool = False
 ) -> Outcome:
-    """Run a seed with the scenario made by `make`, or its own.
+    """Run a seed with the scenario that `make` creates, or with the seed's own scenario.
 
     Args:
         seed: The seed.
@@ -98,7 +98,7 @@ def run_seed(
 
 
 def begin_many_seeds() -> None:
-    """From now on, collect garbage only when a seed requests it, and ignore existing objects."""
+    """From now on, collect garbage only when a seed requests it, without traversing the objects that exist now."""
     gc.collect()
     gc.freeze()
     gc.disable()

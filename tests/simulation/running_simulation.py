@@ -50,8 +50,8 @@ class RunningSimulation:
         return all(job.is_done for job in self.jobs)
 
     async def at(self, condition: Callable[[], bool], action: Callable[[], None] = lambda: None) -> bool:
-        """Act just before the first message at which a condition holds; return False if all clients finished before
-        that.
+        """Run `action` just before the first message at whose arrival the condition holds; return False if all clients
+        finish before that.
         """
         done = asyncio.get_running_loop().create_future()
 
@@ -66,7 +66,7 @@ class RunningSimulation:
         return done.done()
 
     async def until(self, condition: Callable[[], bool], limit_s: float, what: str) -> bool:
-        """Wait for a condition; it counts as a problem if the time limit is exceeded."""
+        """Wait for a condition; return False and record a problem if the time limit is exceeded."""
         for _ in range(int(limit_s / _POLL_S)):
             if condition():
                 return True
@@ -75,7 +75,7 @@ class RunningSimulation:
         return False
 
     async def sleep(self, low_s: float, high_s: float) -> None:
-        """Let some time pass."""
+        """Wait for a random time in this range."""
         await asyncio.sleep(self.dice.uniform(low_s, high_s))
 
     def messages(self, low: int, high: int) -> Callable[[], bool]:

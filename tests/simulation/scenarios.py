@@ -27,7 +27,7 @@ class Scenario:
     Attributes:
         inject: Function that injects the faults.
         judge: Function that checks the result, in addition to the general invariants.
-        may_report: Errors that processes may log.
+        may_report: Errors that processes are allowed to log.
     """
 
     name: str = ""
@@ -38,7 +38,7 @@ class Scenario:
     may_report: tuple[str, ...] = ()
 
 
-# Of this many consecutive seeds, each fault has one, and mixtures have the rest.
+# Of this many consecutive seeds, each scenario has one, and mixtures of faults have the rest.
 _CYCLE = 25
 
 MakeScenario = Callable[[random.Random], Scenario]
@@ -46,7 +46,9 @@ SCENARIOS: dict[int, MakeScenario] = {}
 
 
 def scenario(number: int) -> Callable[[MakeScenario], MakeScenario]:
-    """Register the function that injects a fault; the scenario has the name of the function."""
+    """Register the decorated function, which creates a scenario, under a number; the scenario has the name of the
+    function.
+    """
 
     def register(make: MakeScenario) -> MakeScenario:
         SCENARIOS[number] = make

@@ -1,4 +1,4 @@
-"""The sockets of an event loop over the simulated network, used by frames.
+"""Connections and servers of the simulated event loop over the simulated network; frames use them.
 
 A writer is told to pause while `window` of its writes are unread at the other end.
 """
@@ -25,7 +25,7 @@ Make = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An item sent over a wire: open, data, read (the other end read some data), closed."""
+    """An item sent over a wire: open, data, read (the sender has read some data) or closed."""
 
     kind: str
     data: bytes = b""
@@ -149,7 +149,7 @@ class Pair:
             self.server.receive(item)
 
     def show(self, data: bytes) -> None:
-        """Show the checker what a scheduler sends on a feed. Each write contains whole frames."""
+        """Pass the messages that a scheduler sends on a feed to the checker. Each write contains whole frames."""
         at = 0
         while at < len(data):
             length, kind = _HEAD.unpack_from(data, at)

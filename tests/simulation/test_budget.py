@@ -16,14 +16,14 @@ from tests.simulation.worker import SimulatedLink
 from tests.simulation.workload import Job, long_request
 
 NUM_REQUESTS, NUM_TOKENS = 24, 120
-# Allowance for prefill steps, attaching, ends, and messages that do not arrive in one piece.
+# Allowance for prefill steps, the start and end of streams, and messages that do not arrive in one piece.
 MARGIN = 40
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Return the tasks and callbacks of each component, the commits, and the results that wake a worker's connection
-    thread.
+    """Return counts of the tasks and callbacks of each component, of commits, and of the times that the thread of a
+    worker's connection is woken.
     """
     counts = Counter[str]()
     call_soon, adopt, commit = VirtualLoop.call_soon, Process.adopt, SimulatedJournal.commit
@@ -75,12 +75,12 @@ def test_the_number_of_messages_per_step_does_not_depend_on_the_streams(made: Co
     # These are attach and detach commands, combined per iteration of the loop.
     assert sent["detokenizer", "scheduler"] <= NUM_REQUESTS + MARGIN
     assert sent["router", "detokenizer"] <= NUM_REQUESTS + MARGIN
-    # There is no task and at most one callback per message; the router's tasks are those of its calls. Submissions need
-    # no task either.
+    # Messages and submissions need no tasks; the router's tasks are those of its calls. Callbacks do not increase with
+    # the number of messages.
     assert made["tasks of scheduler"] <= MARGIN
     assert made["tasks of detokenizer"] <= MARGIN
     assert made["callbacks of detokenizer"] <= MARGIN
-    # The turn after a result and the feed's batch after its commit need no further iteration of the event loop.
+    # The turn after a result, and the feed's batch after the commit, need no additional iteration of the event loop.
     assert made["callbacks of scheduler"] <= MARGIN
     assert made["commits"] <= num_steps + MARGIN
     # The compute loop sends its results itself, without the thread.

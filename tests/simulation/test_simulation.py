@@ -34,7 +34,7 @@ def report(outcomes: list[Outcome]) -> str:
 
 @functools.cache
 def run_chunk(chunk: int) -> tuple[str, Counter[str]]:
-    """Return the failures, and the faults that occurred."""
+    """Run a chunk of seeds; return a report of the failures, and the number of occurrences of each fault."""
     outcomes = [run_seed(seed) for seed in range(chunk * SEEDS_PER_CHUNK, (chunk + 1) * SEEDS_PER_CHUNK)]
     return report(outcomes), sum((outcome.happened for outcome in outcomes), Counter[str]())
 

@@ -1,5 +1,5 @@
-"""The process of a simulated worker: the real connection and wire format with the fake model, in one task instead of
-two threads.
+"""The process of a simulated worker: the real connection and wire format with a simulated model, and one task instead
+of two threads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.simulation.model import POISON_ID, TOKENS_PER_BLOCK, VOCAB_SIZE, Simu
 from tests.simulation.network import Network, running
 from tests.simulation.zmq_transport import Dealer, Poller
 
-# The shared memory of a host: the process, hashes and slots of each pool.
+# A pool in the shared memory of a host: its process, hashes and slots.
 Pool = tuple[Process, NDArray[np.uint64], list[list[int]]]
 Store = list[Pool]
 # The newest pool of each worker, by its `kv_source`.
@@ -59,8 +59,8 @@ class Host:
 
 
 class Tiers:
-    """The tier of a host as seen by one worker: it stores blocks with a delay, and its information may be out of
-    date.
+    """The tier of a host as seen by one worker: blocks are stored with a delay, and the worker's information may be out
+    of date.
     """
 
     def __init__(self, network: Network, stored: dict[int, list[int]], pool: Pool, step_s: float) -> None:
@@ -93,7 +93,9 @@ class Tiers:
         return StoreChanges(tuple(sorted(now - before)), tuple(sorted(before - now)))
 
     def get(self, value: int) -> list[int] | None:
-        """Return the slots of a block; one block in twenty is damaged, which is detected, and the block is removed."""
+        """Return the slots of a block, or None. One block in twenty is damaged; the damage is detected, and the block
+        is removed.
+        """
         if self._network.dice.random() < 0.05:
             self._stored.pop(value, None)
         found = self._stored.pop(value, None)
@@ -228,10 +230,11 @@ class SimulatedWorker:
         self.hangs, self.lies = False, 0
         self._network, self._step_s, self._host = network, step_s, host
         incarnation = network.dice.getrandbits(63)
-        # Some workers have larger blocks than the scheduler; blocks are handed over only in one size.
+        # Some workers have larger blocks than the scheduler; workers that hand blocks over must have the same block
+        # size.
         factor = 1 + incarnation // 2 % 2 if role == "both" else 1
         tokens_per_block = factor * TOKENS_PER_BLOCK
-        num_blocks = -(-3 * num_blocks // 4) if factor > 1 else num_blocks  # there is more waste in large blocks
+        num_blocks = -(-3 * num_blocks // 4) if factor > 1 else num_blocks  # more space is wasted in large blocks
         register = worker_pb2.Register(
             group_id=name,
             incarnation=incarnation,
@@ -278,7 +281,7 @@ class SimulatedWorker:
                 self._model.clear()
             else:
                 assert isinstance(work, Stopped)
-                # Messages that are still in the socket are sent within its linger time.
+                # The wait stands in for the socket's linger time, in which it sends its remaining messages.
                 await asyncio.sleep(0.05)
                 return work.exit_code
 

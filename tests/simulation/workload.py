@@ -25,7 +25,7 @@ from tests.simulation.model import (
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The output of the fault-free run for one sequence."""
+    """The output of a fault-free run for one sequence."""
 
     token_ids: list[int]
     text: str
@@ -34,7 +34,7 @@ class Expected:
 
 
 def expected(request: pb.GenerateRequest) -> list[Expected]:
-    """Compute the output of the fault-free run without the system; a test compares the two."""
+    """Compute the output of a fault-free run directly; a test compares it with the output of the system."""
     return [_sequence(request, index) for index in range(max(request.sampling.num_return_sequences, 1))]
 
 
@@ -71,7 +71,7 @@ class Job:
         leaves_at_s: Time at which the client disconnects.
         pause_s: Pause between chunks.
         watch: Called with each chunk.
-        problems: Violations.
+        problems: Descriptions of the violations.
     """
 
     request: pb.GenerateRequest
@@ -133,9 +133,10 @@ class Job:
             self.final = chunk
 
     def _check_text(self, index: int, wanted: Expected, *, is_cut: bool) -> None:
-        """Compare the text received so far with the expected one.
+        """Compare the text received so far with the expected text.
 
-        The text of a failed request includes what was held back: the beginning of a stop word or of a character.
+        If the output was cut off, its text includes the beginning of a stop word or of a character that had been held
+        back.
         """
         text = self.texts[index]
         due = vocabulary().text(self.tokens[index]) if is_cut else wanted.text
@@ -145,7 +146,7 @@ class Job:
             )
 
     def check_complete(self) -> None:
-        """Compare the delivered output with that of the fault-free run."""
+        """Compare the delivered output with that of a fault-free run."""
         say = self.problems.append
         if self.final is None or self.final.usage is None:
             say("it ended without a final chunk that contains the usage")

@@ -66,7 +66,7 @@ class _NoServer:
         return _nothing()
 
     def close(self) -> None:
-        """There is no port to close."""
+        """Do nothing, since there is no port to close."""
 
     def app(self) -> Starlette:
         return Starlette()

@@ -18,7 +18,7 @@ from tests.simulation.loop import Flag, Process
 from tests.simulation.network import Network, Wire, running
 
 _RECONNECT_S = 0.05
-# One shared exception, because each new exception would ask the library for the text of its error number.
+# The exception is shared, because each new one would ask the library for the text of its error number.
 _AGAIN = zmq.Again()
 
 
@@ -130,7 +130,7 @@ class Router:
         self._monitor: Monitor | None = None
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Accept all options; security options have no effect here."""
+        """Return a function that accepts all options; security options have no effect here."""
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *_: None

@@ -1,6 +1,6 @@
 """EXAONE 4 and K-EXAONE: layers with windows, and layers without windows or rotary embedding.
 
-EXAONE 4 has norms after the sublayers, K-EXAONE has norms before them, and experts.
+EXAONE 4 has norms after the sublayers; K-EXAONE has norms before the sublayers, and experts.
 """
 
 from __future__ import annotations

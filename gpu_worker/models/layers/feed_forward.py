@@ -197,7 +197,7 @@ class MixtureLayer:
 
 
 def _of_shared(add_lora: AddLora) -> AddLora:
-    """Return the function for the modules of the shared expert."""
+    """Return `add_lora` for the modules of the shared expert, whose names have a prefix."""
     return lambda module, x, y: add_lora(f"shared_{module}", x, y)
 
 

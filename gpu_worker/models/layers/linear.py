@@ -25,7 +25,8 @@ class Linear:
         weight: [N, K], floats of x's type or int8.
         bias: [N].
         scale: Float32 [N], the scale of each int8 row.
-        parts: Replaces weight if set; parts that together have its rows, as blocks and the order of the columns of x.
+        parts: If set, the weight as blocks, used instead of `weight`: one or more parts, stacked by rows, each with the
+            order in which it takes the columns of x (None: unchanged).
     """
 
     weight: Tensor
@@ -54,7 +55,7 @@ class Linear:
         return kernels.gated_linear(x, self.weight, activation, self.bias, self.scale)
 
     def _whole(self, x: Tensor, activation: Activation | None = None) -> Tensor:
-        """Return the output of the only part."""
+        """Return the output of a weight that is a single part."""
         ((part, order),) = self.parts
         return kernels.block_linear(x if order is None else x[:, order], part, self.bias, activation)
 

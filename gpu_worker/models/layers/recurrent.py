@@ -21,7 +21,7 @@ from kernels import recurrence
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Runs of tokens of equal length, from different sequences, each within one block.
+    """Runs of tokens from different sequences; all runs have equal length, and each is within one block.
 
     Attributes:
         tokens: int64 [n, T], positions in the step's flattened tokens.
@@ -92,10 +92,10 @@ class DeltaNetLayer:
     """A gated delta net.
 
     Attributes:
-        joined: Queries, keys, values and gates.
-        rates: Inputs of the corrections and of the decays.
+        joined: Projection to queries, keys, values and gates.
+        rates: Projection to corrections and decays, before activation.
         conv: [channels, kernel].
-        step_bias, decay_rates: [value_heads]; the latter negative.
+        step_bias, decay_rates: [value_heads]; decay_rates are negative.
         norm: [value_dim].
     """
 
@@ -171,7 +171,7 @@ class MambaLayer:
     """Mamba 2.
 
     Attributes:
-        joined: Gates, then the inputs of the convolution, then steps.
+        joined: Projection to gates, then the inputs of the convolution, then time steps.
         conv: [channels, kernel].
         conv_bias: [channels].
         step_bias, decay_rates, skip: [num_heads]; decay_rates are negative.

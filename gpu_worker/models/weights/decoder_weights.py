@@ -205,7 +205,9 @@ class DecoderWeights:
         )
 
     def _refuse_biases(self, prefix: str, names: Sequence[str], layers: str) -> None:
-        """Raise ConfigError if the file has biases that config.json excludes. GPTQ files may have biases of zeros."""
+        """Raise ConfigError if the file has nonzero biases that config.json excludes. GPTQ files may have biases of
+        zeros.
+        """
         for name in names:
             bias = f"{prefix}{name}.bias"
             if self._has(bias) and self._file.vector(self._in_file(bias)).any():
@@ -269,8 +271,9 @@ class DecoderWeights:
     ) -> Iterator[tuple[Weight, Tensor | None]]:
         """Yield the matrix and the bias of each expert.
 
-        One tensor contains all experts: [experts, columns, rows] or [experts, rows, columns]. In gpt-oss's MXFP4 there
-        are codes [experts, rows, groups, 16], two per byte, and exponents [experts, rows, groups].
+        One tensor contains all experts: [experts, columns, rows] or [experts, rows, columns]. In gpt-oss's MXFP4, one
+        tensor contains the codes [experts, rows, groups, 16], two per byte, and another the exponents [experts, rows,
+        groups].
         """
         biases: list[Tensor | None] = [None] * num_experts
         if self._has(name + "_bias"):

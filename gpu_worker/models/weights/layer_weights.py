@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    # Imported only for type checks: it needs the readers of weight files, which a model created elsewhere does not
-    # need.
+    # Imported only for type checks: it needs the packages that read weight files; code that creates models in other
+    # ways does not.
     from gpu_worker.models.weights.weight import Weight
 
 
@@ -82,7 +82,8 @@ class RecurrentWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one decoder layer. Rows of qkv: q, then k, then v. A layer has the components in its description.
+    """The weights of one decoder layer. Rows of qkv: q, then k, then v. A layer has only the components that its
+    description specifies.
 
     Norms of the residual stream are [hidden_size], or with biases [2, hidden_size].
     """

@@ -1,6 +1,6 @@
 """Reads matrices of quantized checkpoints: GPTQ, AWQ, compressed-tensors, float8 and MXFP4. A module's format follows
 from its tensors, so lists of unquantized modules need not be read: unquantized modules have a plain weight. Bits and
-group sizes follow from tensor shapes where possible; a group size must be one that config.json declares, if it does.
+group sizes follow from tensor shapes where possible; if config.json declares group sizes, each must be one of them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Scheme:
     """The contents of `quantization_config`.
 
     Attributes:
-        settings: Those that the method needs. `block` has the rows and columns of a block, `group_sizes` the sizes of
-            the groups of columns in any of the modules.
+        settings: The settings that the method needs. `block` has the rows and columns of a block, `group_sizes` the
+            sizes of the groups of columns in any of the modules.
     """
 
     method: str
@@ -181,7 +181,7 @@ def _by_row(scale: Tensor, num_rows: int, num_columns: int, scheme: Scheme) -> T
         return scale.view(1, 1).expand(num_rows, 1)
     scale = scale.view(scale.shape[0], -1)
     rows, columns = scheme.settings.get("block", (0, 0))
-    # Blocks come first: those of a matrix with one row have as many rows of scales as per-group scales.
+    # Check for blocks first: for a matrix with one row, scales per block have as many rows as scales per group.
     if not rows or scale.shape != (-(-num_rows // rows), -(-num_columns // columns)):
         if scale.shape[0] == num_rows:
             _check_groups(scale, num_columns, scheme)

@@ -64,7 +64,7 @@ async def run_workload(
     credentials: Credentials | None = None,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> RunResult:
-    """Send the workload, with token ids of the served model, and wait until it completes.
+    """Send the workload, with its token ids mapped into the served model's vocabulary, and wait until it completes.
 
     Args:
         addresses: Routers, used in round-robin order.

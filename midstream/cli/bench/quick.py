@@ -59,7 +59,7 @@ async def _measure(arguments: argparse.Namespace) -> tuple[Summary, Summary]:
 
 
 def table_of(machine: Machine, model: ModelFolder | None, one: Summary, many: Summary) -> Table:
-    """Return a table of limits and measurements. Limits that depend on the model need a known model."""
+    """Return a table of limits and measurements. Limits that depend on the model are left out if it is None."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(no_wrap=True)
     for column in ("measured", "limit"):

@@ -1,6 +1,6 @@
-"""Reads the header of a GGUF file: its metadata and the locations of its tensors. It is fast, because vocabularies have
-some 100,000 strings, and safe for hostile files, because every count is checked against the file size before memory is
-allocated for it.
+"""Reads the header of a GGUF file: its metadata and the locations of its tensors. Reading must be fast, because
+vocabularies have some 100,000 strings, and safe for hostile files: every count is checked against the file size before
+memory is allocated for it.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def lay_down(gguf_file: Path, folder: Path, sampling: Mapping[str, float]) -> No
     Sampling parameters that the file recommends (`general.sampling.*`) override those of `sampling`.
 
     model.gguf is a hard link to `gguf_file` if the file system allows it, otherwise a copy. Raises ConfigError if the
-    file is not GGUF, or is damaged, or UnsupportedError if the file's architecture or tokenizer is not supported.
+    file is not GGUF or is damaged, and UnsupportedError if its architecture or tokenizer is not supported.
     """
     head = read_gguf_head(gguf_file)
     metadata = head.metadata
@@ -156,7 +156,8 @@ def _rope_scaling(metadata: Metadata, prefix: str) -> dict[str, object] | None:
         scaling["original_max_position_embeddings"] = original
     if kind == "yarn":
         magnitude = number("scaling.yarn_attn_factor")
-        # llama.cpp's attn_factor multiplies the factor that follows from the scale; that of transformers replaces it.
+        # llama.cpp's attn_factor multiplies the factor derived from the scale; transformers' attention_factor replaces
+        # it.
         if multiplier is not None:
             magnitude = multiplier * (magnitude or 1 + 0.1 * math.log(max(factor, 1)))
         found = {

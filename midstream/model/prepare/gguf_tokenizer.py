@@ -34,8 +34,8 @@ _PRE_TOKENIZERS: dict[str, list[Json]] = {
 
 
 def build_tokenizer(metadata: Mapping[str, object]) -> tuple[Json, Json]:
-    """Return the contents of tokenizer.json and tokenizer_config.json. Raises ConfigError if the vocabulary is missing,
-    or a special id is out of range, or UnsupportedError if the tokenizer or its pre-tokenizer is not supported.
+    """Return the contents of tokenizer.json and tokenizer_config.json. Raises ConfigError if the vocabulary is missing
+    or a special id is out of range, and UnsupportedError if the tokenizer or its pre-tokenizer is not supported.
     """
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
     kind = str(metadata.get("tokenizer.ggml.model", ""))

@@ -6,7 +6,7 @@
     await server.start()
 
 A call in order: a `Connection` parses the frames that it reads and creates a `Call` for each HEADERS frame. The
-`GrpcServer` starts calls, taking the connections in turn, each in its own task. A method reads `Messages` and writes to
+`GrpcServer` takes the connections in turn and starts each call in its own task. A method reads `Messages` and writes to
 its `Call`, which is its context. What all calls of a connection write in one iteration of the event loop goes to the
 socket at once.
 """

@@ -15,7 +15,8 @@ from midstream.rpc.http2.messages import Messages
 from midstream.rpc.http2.metadata import Head, encode_metadata, response_block, status_block
 
 _Items = Iterable[tuple[str, str | bytes]]
-# What a call may write before it lets others run: bytes in one iteration of the event loop, and messages.
+# A call lets other tasks run when the connection has this many bytes to write in one iteration of the event loop, and
+# after this many messages.
 _MAX_BYTES_PER_TURN = 64 << 10
 _MAX_WRITES_PER_TURN = 64
 
@@ -32,7 +33,7 @@ class Carrier(Protocol):
         """Send the first headers of a response."""
 
     def send_message(self, call: Call, body: bytes) -> bool:
-        """Send a message, or as much of it as there is room for; return whether that was all."""
+        """Send a message, or as much of it as there is room for; return whether all of it was sent."""
 
     def end(self, call: Call, block: bytes) -> None:
         """Send the last headers of a response, after the call's unsent bytes."""
@@ -91,7 +92,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
             self._deadline = loop.time() + head.timeout_s
             self._timer = loop.call_at(self._deadline, self._expire)
 
-    # For methods: grpc.aio.ServicerContext.
+    # For methods: the interface of grpc.aio.ServicerContext.
 
     async def read(self) -> Any:
         """Return the client's next message, or `grpc.aio.EOF`."""
@@ -144,7 +145,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
 
     def set_trailing_metadata(self, trailing_metadata: _Items) -> None:
         items = tuple((key, value) for key, value in trailing_metadata)
-        encode_metadata(items)  # an error should be raised here
+        encode_metadata(items)  # raises an error for invalid items
         self._trailing = items
 
     def code(self) -> grpc.StatusCode | None:  # type: ignore[override]  # None if it is not set

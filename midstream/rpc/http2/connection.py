@@ -1,8 +1,8 @@
 """One HTTP/2 connection of a client: frames, flow control and limits.
 
-Errors of a stream end that stream; errors of the connection end it with GOAWAY. A write goes to a list that is joined
-and written at the end of the event loop's iteration. While the socket's buffer is full, or a window is closed, messages
-stay with their calls, which are served in turn when there is room.
+Errors of a stream end that stream; errors of the connection end it with GOAWAY. Data to write is collected in a list,
+which is joined and written at the end of the event loop's iteration. While the socket's buffer is full, or a
+flow-control window is exhausted, messages stay with their calls, which are served in turn when there is room.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Owner(Protocol):
     limits: Limits
 
     def add(self, connection: Connection) -> bool:
-        """Add a connection; return whether it may be used."""
+        """Add a connection; return False if no more connections are accepted."""
 
     def remove(self, connection: Connection) -> None:
         """Remove a connection that was lost."""
@@ -98,7 +98,7 @@ class Connection(asyncio.Protocol):
         # The size of a header list is checked later for each call, so that a list that is too large does not end the
         # connection.
         self._decoder = hpack.Decoder(4 * self.limits.max_metadata_bytes)
-        self._table_update = wire.EMPTY_TABLE  # at the beginning of the first block
+        self._table_update = wire.EMPTY_TABLE  # sent at the beginning of the first header block
         self._known_blocks: dict[bytes, _Headers] = {}
         self._known_heads: dict[_Headers, Head] = {}
         self._last_stream = 0
@@ -177,7 +177,7 @@ class Connection(asyncio.Protocol):
         self._put_headers(call.number, block, end_stream=False)
 
     def send_message(self, call: Call, body: bytes) -> bool:
-        """Send a message, or as much of it as there is room for; return whether that was all."""
+        """Send a message, or as much of it as there is room for; return whether all of it was sent."""
         size = len(body) + 5
         if self._is_full or size > call.window or size > self._window or size > self._max_frame or call.unsent:
             call.unsent += b"\0" + len(body).to_bytes(4, "big")
@@ -194,7 +194,8 @@ class Connection(asyncio.Protocol):
         out.append(body)
         self.num_unwritten += size + 9
         if is_first:
-            # If no other callback is due, there is nothing to wait for, and an iteration costs more than the write.
+            # If no other callback is due, waiting would combine no writes, and another iteration costs more than a
+            # write.
             if getattr(self._loop, "_ready", True):
                 self._loop.call_soon(self._flush)
             else:
@@ -420,7 +421,7 @@ class Connection(asyncio.Protocol):
         head = self._known_heads.get(headers)
         if head is None:
             head = read_head(headers, self.limits.max_metadata_bytes)
-            if not head.http_status and head.problem is None:  # in that case it is not too large either
+            if not head.http_status and head.problem is None:  # so it is not too large either
                 if len(self._known_heads) == _MAX_KNOWN_BLOCKS:
                     self._known_heads.clear()
                 self._known_heads[headers] = head
@@ -454,7 +455,8 @@ class Connection(asyncio.Protocol):
             raise ProtocolError(ErrorCode.ENHANCE_YOUR_CALM, "headers are too large") from None
         except hpack.HPACKError:
             raise ProtocolError(ErrorCode.COMPRESSION_ERROR, "headers cannot be decoded") from None
-        # A block that did not change the table decodes to the same headers until another block changes the table.
+        # A block that did not change the dynamic table decodes to the same headers until another block changes the
+        # table.
         after = (table.maxsize, len(table.dynamic_entries))
         if before != after or next(iter(table.dynamic_entries), None) is not first:
             self._known_blocks.clear()

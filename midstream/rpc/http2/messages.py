@@ -21,7 +21,7 @@ _HEAD = struct.Struct(">BL")
 # Clients distinguish this from an overloaded service by gRPC's own wording, "larger than max".
 _TOO_LARGE = "the message is larger than max"
 _CREDIT_BYTES = DEFAULT_WINDOW // 2
-# zlib's formats: deflate has zlib's header, gzip its own.
+# Formats for zlib: deflate data has a zlib header, gzip data a gzip header.
 _WINDOW_BITS = {b"deflate": zlib.MAX_WBITS, b"gzip": zlib.MAX_WBITS | 16}
 
 

@@ -20,7 +20,7 @@ ENCODINGS = (b"identity", b"deflate", b"gzip")
 _HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
 _PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
 _REQUIRED = frozenset((b":method", b":scheme", b":path"))
-# Headers that gRPC handles itself. Methods do not see them, nor others that begin with grpc-.
+# Headers that gRPC handles itself. Methods see neither these nor any other headers that begin with grpc-.
 _SPECIAL = frozenset((b"te", b"content-type", b"content-length", b"host", b"grpc-timeout", b"grpc-encoding"))
 _CONTENT_TYPE = re.compile(rb"application/grpc([+;].*)?")
 # Overhead that HTTP/2 adds to the size of each header.

@@ -22,8 +22,8 @@ from midstream.security.tls import Tls
 
 logger = logging.getLogger(__name__)
 
-# Maximum numbers of connections accepted and of calls started per iteration of the event loop; no other call waits for
-# more than these.
+# Maximum number of connections accepted, and of calls started, in one iteration of the event loop, so that calls in
+# progress do not wait for more than these.
 _MAX_ACCEPTED_PER_TURN = 8
 _MAX_STARTS_PER_TURN = 4
 _NO_FILES_S = 0.5
@@ -50,7 +50,7 @@ class _Listener:
 
 
 class GrpcServer(grpc.aio.Server):
-    """A gRPC server with the interface of `grpc.aio.server`; it inherits from that class for its type only."""
+    """A gRPC server with the interface of `grpc.aio.Server`, from which it inherits only for type checking."""
 
     def __init__(
         self, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = (), limits: Limits | None = None, **values: Any
@@ -59,7 +59,7 @@ class GrpcServer(grpc.aio.Server):
 
         Args:
             interceptors: Called for each call, in this order.
-            values: Fields of `Limits`, as an alternative.
+            values: Fields of `Limits`, as an alternative to `limits`.
         """
         self.limits = limits or Limits(**values)
         self.connections: dict[Connection, None] = {}
@@ -68,7 +68,7 @@ class GrpcServer(grpc.aio.Server):
         self._generic: list[grpc.GenericRpcHandler] = []
         self._listeners: list[_Listener] = []
         self._is_started = self._is_stopping = False
-        self._accepted: dict[socket.socket, str] = {}  # connections, also in their TLS handshake, with their addresses
+        self._accepted: dict[socket.socket, str] = {}  # address by connection, including TLS handshakes
         self._num_of_host = Counter[str]()
         self._turns: dict[Connection, None] = {}  # connections with calls that have not started
         self._num_starts_left = _MAX_STARTS_PER_TURN
@@ -177,7 +177,7 @@ class GrpcServer(grpc.aio.Server):
     # For connections
 
     def add(self, connection: Connection) -> bool:
-        """Add a connection; return whether it may be used."""
+        """Add a connection; return False if the server is stopping."""
         if self._is_stopping:
             return False
         self.connections[connection] = None
@@ -190,7 +190,7 @@ class GrpcServer(grpc.aio.Server):
         self._check_stopped()
 
     def arrive(self, connection: Connection, call: Call) -> None:
-        """Start a call now, or after those of other connections that arrived earlier."""
+        """Start a call now, or after the calls of other connections that arrived earlier."""
         if not self._turns and self._num_starts_left:
             if self._num_starts_left == _MAX_STARTS_PER_TURN:
                 asyncio.get_running_loop().call_soon(self._take_turns)
@@ -260,7 +260,7 @@ class GrpcServer(grpc.aio.Server):
         )
 
     def _opened(self, found: socket.socket, task: asyncio.Task[None]) -> None:
-        """Close a connection that was not opened. Its task may have been canceled before it began."""
+        """Close a connection if opening it failed or was canceled, possibly before its task began."""
         self._opening.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is None and not task.cancelled():
@@ -314,7 +314,7 @@ class GrpcServer(grpc.aio.Server):
         except asyncio.CancelledError:
             call.end(grpc.StatusCode.CANCELLED, "the call was canceled by the server")
         except grpc.aio.AbortError:
-            pass  # its status was sent
+            pass  # `abort` has sent the status
         except Exception as error:
             if call.is_over:
                 logger.debug("error after the end of a call", exc_info=error)

@@ -20,8 +20,8 @@ END_HEADERS = 0x4
 PADDED = 0x8
 HAS_PRIORITY = 0x20
 
-# Sets the size of HPACK's dynamic table, which this server does not use, to 0 (RFC 7541, section 6.3). A client that
-# reduces the maximum size otherwise waits for a block that begins with such an update, and rejects others.
+# Sets the size of HPACK's dynamic table, which this server does not use, to 0 (RFC 7541, section 6.3). Without it, a
+# client that reduces the maximum size expects the next block to begin with such an update, and rejects other blocks.
 EMPTY_TABLE = b"\x20"
 
 _PREFIXED_DATA = struct.Struct(">HBBBLBL")

@@ -99,7 +99,9 @@ class MessagesApi:
         return await self._bodies.read(request, lambda body: read_messages(body, self._chat, needs_limit=needs_limit))
 
     async def _keep(self, native: pb.GenerateRequest, prefixes: Mapping[int, pb.GenerateRequest | None]) -> int:
-        """Set the retention of the prefixes, keyed by seconds; return the length of the longest one in tokens."""
+        """Retain each prefix for its duration in seconds, the key of `prefixes`; return the length of the longest in
+        tokens.
+        """
         kept = [0]
         # Where ranges overlap, the last one applies, so the one with the longest duration comes last.
         for duration_s, prefix in sorted(prefixes.items(), key=itemgetter(0)):

@@ -35,7 +35,7 @@ def headers(error: MidstreamError, request_id: str = "") -> dict[str, str]:
 
 
 def error_body(error: MidstreamError, request_id: str = "", names: Names | None = None) -> dict[str, object]:
-    """Return the body of an error; `names` are those of the request that caused it."""
+    """Return the body of an error; `names` are the client's names for native fields."""
     kind = _STATUSES.get(error.code, (500, "api_error"))[1]
     param = param_of(error.field, names)
     param = _PARAMS.get(param, param)
@@ -44,7 +44,7 @@ def error_body(error: MidstreamError, request_id: str = "", names: Names | None 
         message = f"prompt is too long: {error.message}"  # clients match this text
     described: dict[str, object] = {"type": kind, "message": message}
     if error.code is StatusCode.UNIMPLEMENTED and param == "thread":
-        # With these details, the tool runners of Anthropic's clients repeat the call without a thread.
+        # With these details, the tool runners of Anthropic's clients repeat the call without `thread`.
         described["details"] = {"error_code": "thread_unsupported_request"}
     body: dict[str, object] = {"type": "error", "error": described}
     return {**body, "request_id": request_id} if request_id else body

@@ -32,10 +32,11 @@ class Breakpoint:
     """The end of a prefix that the client wants cached.
 
     Attributes:
-        num_turns: Number of turns of the conversation in the prefix, including the system turn; 0 if it has only the
-            tools.
-        num_parts: Number of parts of the last of these turns in the prefix, if it has parts.
-        num_characters: Number of characters of the last of these parts, or of the turn without parts; None for all.
+        num_turns: Number of turns of the conversation in the prefix, including the system turn; 0 if the prefix has
+            only the tools.
+        num_parts: Number of parts of the last of these turns that are in the prefix, if that turn has parts.
+        num_characters: Number of characters of the last of these parts, or of the turn if it has no parts, that are in
+            the prefix; None for all.
     """
 
     duration_s: int
@@ -44,7 +45,7 @@ class Breakpoint:
     num_characters: int | None = None
 
     def cut(self, turn: pb.ChatMessage) -> None:
-        """Remove from the last turn what is not in the prefix."""
+        """Remove the content of the last turn that is not in the prefix."""
         if self.num_characters is None and not self.num_parts:
             return
         turn.content = turn.content[: self.num_characters]
@@ -183,7 +184,7 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
 
 
 def _check_prefill(turn: pb.ChatMessage) -> None:
-    """Check the text at the end of the conversation that the answer continues."""
+    """Check the assistant's text at the end of the conversation, which the answer continues."""
     if turn.tool_calls_json:
         raise InvalidArgumentError("must end with a tool_result for every tool_use of the last turn", field="messages")
     if not turn.content or turn.content != turn.content.rstrip():
@@ -256,7 +257,7 @@ def _output_format(body: Body, request: pb.GenerateRequest) -> None:
 
 
 def _tools(body: Body, reading: _Reading) -> tuple[Tools, dict[str, str]]:
-    """Return the tools of a body, and the client's names for the native fields with their schemas."""
+    """Return the tools of a body, and the client's names for the native fields that contain their schemas."""
     schemas: dict[str, Schema] = {}
     paths: dict[str, str] = {}
     definitions: dict[str, object] = {}
@@ -297,7 +298,7 @@ def _chosen(body: Body, tools: Tools) -> Tools:
 
 
 def _conversation(body: Body, reading: _Reading) -> None:
-    """Add the system text and all messages; the breakpoint of the body itself is at their end."""
+    """Add the system text and all messages; a breakpoint set by the body itself is after the last message."""
     _system(body, reading)
     for message in body.objects("messages"):
         _message(message, reading)

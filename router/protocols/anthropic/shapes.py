@@ -23,7 +23,7 @@ class MessageWriter:
     def __init__(
         self, request_id: str, model: str, *, shows_thinking: bool, max_tokens: int = 0, context_length: int = 0
     ) -> None:
-        """`max_tokens` is the client's limit, and `context_length` the model's for prompt and answer; 0 for none."""
+        """`max_tokens` is the client's limit, `context_length` the model's for prompt and answer; 0 means none."""
         self.blocks: list[Fields] = []
         self._max_tokens = max_tokens
         self._context_length = context_length
@@ -112,7 +112,7 @@ class MessageWriter:
         block, index = self.blocks[-1], len(self.blocks) - 1
         written: list[Fields] = []
         if block["type"] == "thinking":
-            # Clients send the signature back; it is not read.
+            # Clients send the signature back, but this service does not read it.
             digest = hashlib.blake2b(f"{self._request_id}/{index}".encode(), digest_size=24).digest()
             block["signature"] = base64.b64encode(digest).decode()
             written.append(self._shown_delta("signature_delta", "signature", block["signature"]))
@@ -144,7 +144,7 @@ def usage_fields(usage: Usage, num_kept: int) -> Fields:
 
 
 def _object(text: str) -> Fields:
-    """Return a call's arguments; empty if they are incomplete, as max_tokens may have truncated them."""
+    """Return a call's arguments; empty if they are incomplete, for example truncated by max_tokens."""
     try:
         value = parse_json(text)
     except ValueError:

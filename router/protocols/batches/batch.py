@@ -105,7 +105,9 @@ class Batches:
         return cell, batch
 
     async def update(self, owner: str, batch_id: str, change: Callable[[Batch], None]) -> Batch:
-        """Apply `change` and return the batch; it must be idempotent, since it may be called on several states."""
+        """Apply `change` and return the batch. `change` must be idempotent: it is called again if the batch was changed
+        before the result was stored.
+        """
         while True:
             cell, batch, version = await self._get(owner, batch_id)
             before = asdict(batch)

@@ -78,8 +78,8 @@ class BatchesApi:
             raise NotFoundError(error.message, field="input_file_id") from None
         key = check_key(request.headers.get(HEADER))
         cell, batch.id = await claim(self._documents, cell, owner, key, PATH, batch.id)
-        # Add the batch to the queue first, since a batch that is not in the queue would never run. A router that has
-        # looked for the batch before it was stored has removed it from the queue, so it is added again.
+        # Add the batch to the queue first, since a batch that is not in the queue would never run. A router that looked
+        # for the batch before it was stored has removed its entry from the queue, so the entry is added again.
         await self._leases.add(cell, owner, batch.id)
         await self._batches.create(cell, owner, batch)
         await self._leases.add(cell, owner, batch.id)

@@ -126,8 +126,8 @@ class Files:
             yield chunk.data
 
     async def lines(self, cell: Cell, owner: str, info: FileInfo, limit: int) -> AsyncIterator[bytes]:
-        """Yield the lines of a file without line endings; blank lines are skipped. A line with more than `limit` bytes
-        may be truncated to `limit` + 1 or more bytes.
+        """Yield the lines of a file without line endings; blank lines are skipped. A line longer than `limit` bytes may
+        be truncated, but keeps at least `limit` + 1 bytes, so that callers can detect it.
 
         Raises:
             NotFoundError: The file was deleted before its end was read.

@@ -67,14 +67,14 @@ class FilesApi:
             except NotFoundError:
                 pass
             else:
-                file_id = new_id(FILE_PREFIX)  # a second temporary file, to compare the contents
+                file_id = new_id(FILE_PREFIX)  # a temporary file, to compare its contents with the known file
         try:
             num_bytes, digest = await self._files.write(
                 cell, owner, file_id, contents, expires_at=created_at + self._ttl_s, limit=self._max_file_bytes
             )
         except (MidstreamError, ClientDisconnect):
-            # Otherwise the chunks would be stored until the expiry of the file. With a key, another call may write
-            # them.
+            # Otherwise the chunks would be stored until the expiry of the file. With a key, another call with that key
+            # may be writing them.
             if not key or known is not None:
                 await self._files.delete(cell, owner, file_id)
             raise
@@ -137,7 +137,7 @@ class FilesApi:
 
 
 def checked_ttl(value: object, field: str) -> int:
-    """Return a lifetime in seconds. Raises InvalidArgumentError if it is not in the range that OpenAI allows."""
+    """Parse a lifetime in seconds. Raises InvalidArgumentError if it is not in the range that OpenAI allows."""
     text = str(value)
     if not (text.isascii() and text.isdigit() and MIN_TTL_S <= int(text[:9]) <= MAX_TTL_S):
         raise InvalidArgumentError(f"must be in {MIN_TTL_S}..{MAX_TTL_S}", field=field)

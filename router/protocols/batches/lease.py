@@ -41,7 +41,7 @@ class Lease:
 
 
 class Leases:
-    """Unfinished batches of all clients."""
+    """The leases of the unfinished batches of all clients."""
 
     def __init__(self, documents: ClientDocuments) -> None:
         self._documents = documents
@@ -51,7 +51,7 @@ class Leases:
         self._added = asyncio.Event()
 
     async def wait(self) -> None:
-        """Return when it is time to look for batches again."""
+        """Wait until it is time to look for batches again."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_S if self._seen else _IDLE_LOOK_S):
                 await self._added.wait()
@@ -73,7 +73,7 @@ class Leases:
         try:
             entries = await self._documents.waiting(cell, _KIND, _MAX_SEEN)
         except MidstreamError:
-            # While the cell is unreachable, no router can renew its lease.
+            # While the cell is unreachable, no router can renew a lease, so this time does not count.
             self._seen = {key: (version, now) for key, (version, _) in self._seen.items()}
             return []
         known = {(cell, entry.id) for entry in entries}

@@ -71,7 +71,7 @@ def read_line(number: int, data: bytes, endpoint: str) -> Line:
 
 
 async def read_line_soon(number: int, data: bytes, endpoint: str) -> Line:
-    """Return the result of `read_line`, which parses a long line in a thread."""
+    """Return the result of `read_line`, which runs in a thread if the line is long."""
     if len(data) <= _INLINE_BYTES:
         return read_line(number, data, endpoint)
     return await asyncio.to_thread(read_line, number, data, endpoint)
@@ -128,7 +128,7 @@ def answered(batch: Batch, line: Line, status: int, request_id: str, body: dict[
 
 
 def has_failed(body: Mapping[str, object]) -> bool:
-    """Return whether a body is a response of `/v1/responses` that failed, which has HTTP's status 200."""
+    """Return whether a body is a failed response of `/v1/responses`, which has the HTTP status 200."""
     return body.get("object") == "response" and body.get("status") == "failed"
 
 

@@ -60,13 +60,14 @@ _CHUNK_CHARACTERS = 1 << 20
 PRIORITY = -75
 _ABORTED = 499
 _RETRIED = frozenset({408, 429, _ABORTED, 503})
-# Number of times to repeat a line after its request, or a call to the scheduler, was aborted. Repeating does not help
-# if the request was aborted, since the line's key then refers to it forever.
+# Maximum number of times to repeat a line after its request, or a call to the scheduler, was aborted. If the request
+# itself was aborted, repeating does not help, since the line's key always refers to that request.
 _MAX_ABORTS = 2
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
 # Maximum time for running lines to finish when a batch is cancelled.
 _CANCEL_GRACE_S = 10.0
-# A line may time out this long before its batch expires, because the clock is read separately for each.
+# A line may time out this long before its batch expires, because the clock is read separately for the line and the
+# batch.
 _CLOCK_S = 0.5
 _PIECES = {"cancelled": "the batch was cancelled", "expired": "the batch's completion window has ended"}
 
@@ -93,7 +94,7 @@ class BatchRunner:
         Args:
             draining: Set when this router accepts no more work.
             caller_of: Returns a batch's owner by name; None if the owner is no longer authorized.
-            max_lines: Maximum concurrent lines of all batches.
+            max_lines: Maximum number of concurrent lines of all batches together.
             max_body_bytes: Maximum size of the body of a call.
         """
         self._app = app
@@ -172,7 +173,7 @@ class BatchRunner:
         return True
 
     async def _drive(self, lease: Lease) -> bool:
-        """Run a batch to its end from any state; return False if the call that creates it has not stored it."""
+        """Run a batch to its end from any state; return False if the call that creates it has not stored it yet."""
         try:
             _, batch = await self._batches.get(lease.owner, lease.batch_id)
         except NotFoundError:
@@ -310,7 +311,7 @@ class _Run:
         self._lease = lease
         self._batch = batch
         self._lines = lines
-        self._ended = ""  # cancelled or expired, before the last line
+        self._ended = ""  # "cancelled" or "expired" once the batch is
         self._lost_input: NotFoundError | None = None  # raised once the lines that were read have run
 
     async def run(self) -> None:

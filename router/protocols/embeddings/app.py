@@ -46,7 +46,7 @@ _UNIT = VectorShape()
 
 
 class EmbeddingsApi:
-    """Serves the endpoints."""
+    """Serves the endpoints for embeddings, scores and reranking."""
 
     def __init__(self, embedder: Embedder, bodies: BodyReader) -> None:
         self._embedder = embedder

@@ -28,7 +28,8 @@ _GUIDE_TYPES = {
 
 # Maximum number of rows of a batch, each of which is a request.
 _MAX_ROWS = 2048
-# Maximum total size in bytes of the copies of a tensor that is not divided into rows, one for each request of a batch.
+# A tensor that is not divided into rows is copied for each request of a batch; this is the maximum total size of the
+# copies in bytes.
 _MAX_COPIED_BYTES = 256 << 20
 Fill = Callable[[pb.GenerateRequest, InputTensor], None]
 
@@ -300,9 +301,9 @@ def _num_virtual_tokens(request: pb.GenerateRequest) -> int:
 
 
 def _fill_flags(request: pb.GenerateRequest, parts: Mapping[str, InputTensor], outputs: Collection[str]) -> None:
-    """Ask for the named outputs. Raises InvalidArgumentError if the flag of one of them is false."""
+    """Request the named outputs. Raises InvalidArgumentError if the flag of one of them is false."""
     for name, flag in _FLAGS.items():
-        # Beams always report it.
+        # A beam search always reports cum_log_probs.
         if name not in outputs or (name == "cum_log_probs" and request.sampling.beam_width > 1):
             continue
         if flag in parts and not _flag(parts[flag]):

@@ -1,4 +1,4 @@
-"""`inference.GRPCInferenceService`: one request becomes the native one, and its output the ensemble's tensors.
+"""`inference.GRPCInferenceService`: converts requests to native ones, and their output to tensors.
 
 1. `ModelInfer` and `ModelStreamInfer` read the tensors (tensors.py), and convert each row to a native request
    (ensemble.py).
@@ -162,7 +162,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                         async for request, ended in self._slots.stream(request_iterator).requests():
                             task = group.create_task(self._stream(request, responses, context.time_remaining()))
                             task.add_done_callback(ended)
-                    except OverloadedError as error:  # no request is running
+                    except OverloadedError as error:  # raised only while no request runs
                         failure = error
             except* Exception:  # raised by gRPC: errors of requests are sent in the stream
                 logger.debug("a request stream failed", exc_info=True)

@@ -166,7 +166,7 @@ class OutputTensor(NamedTuple):
     @staticmethod
     @lru_cache(1024)
     def of_index(name: str, index: int) -> OutputTensor:
-        """Return an index as a vector of one 32-bit integer; the responses of a stream repeat a few of them."""
+        """Return an index as a vector of one 32-bit integer; cached, since a stream's responses repeat a few."""
         return OutputTensor.of_ints(name, [index])
 
 

@@ -44,7 +44,7 @@ _RENDERED = frozenset(
         "continue_final_message", "chat_template_kwargs", "reasoning_effort", "truncate_prompt_tokens",
     )
 )  # fmt: skip
-_LIMITS = frozenset(("max_tokens", "max_completion_tokens"))  # the room for output that a truncated prompt leaves
+_LIMITS = frozenset(("max_tokens", "max_completion_tokens"))  # the room that truncation of a prompt leaves for output
 
 
 class OpenAiApi:

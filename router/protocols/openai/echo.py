@@ -19,7 +19,8 @@ class EchoedPrompt:
     def release(self, chunk: Chunk) -> list[Chunk]:
         """Return the chunks that may be sent now that `chunk` has arrived.
 
-        Sequence 0 comes last, since a stream that is resumed within sequence 0 has no prompt.
+        Sequence 0 comes last: a stream that is resumed after output of sequence 0 no longer adds the prompt to the
+        others.
         """
         is_first = chunk.sequence_index not in self._held
         if is_first:

@@ -55,7 +55,7 @@ def headers(error: MidstreamError) -> dict[str, str]:
 
 
 def error_body(error: MidstreamError, names: Names | None = None) -> dict[str, object]:
-    """Return the body of an error; `names` are those of the request that caused it."""
+    """Return the body of an error; `names` are the client's names for native fields."""
     kind = _STATUSES.get(error.code, (500, "server_error"))[1]
     code = "model_not_found" if error.code is StatusCode.NOT_FOUND and error.field == "model" else None
     if error.code is StatusCode.UNIMPLEMENTED:

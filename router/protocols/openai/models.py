@@ -53,7 +53,7 @@ class Models:
         return self._adapter_card(adapter)
 
     async def resolve(self, requests: Iterable[pb.GenerateRequest]) -> None:
-        """If `model` names an adapter, replace it with a request for that adapter."""
+        """Where a request's `model` names an adapter, request that adapter instead."""
         for request in requests:
             if request.model in ("", self._model.name):
                 continue

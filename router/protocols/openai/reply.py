@@ -51,7 +51,7 @@ class Reply(StreamedResponse):
         async with AsyncExitStack() as stack:
             outputs = await self._open(stack)
             if self._job.key:
-                # Of several calls at the same time, only the scheduler knows which one came first.
+                # If several calls with this key came at the same time, only the scheduler knows which was first.
                 self._job.created = await self._kept.arrival_time(outputs[0].request_id)
             if not self._job.is_stream:
                 return JSONResponse(await self._whole(outputs), headers=self._own_headers())
@@ -63,7 +63,7 @@ class Reply(StreamedResponse):
         return error_response(error, self._job.names, self._job.request_id)
 
     def failure(self, error: MidstreamError) -> str:
-        """Return the events of the error and of the stream's end."""
+        """Return the events that report the error and end the stream."""
         return f"data: {dump(error_body(error, self._job.names))}\n\ndata: [DONE]\n\n"
 
     def _own_headers(self) -> dict[str, str]:
@@ -166,15 +166,15 @@ class Reply(StreamedResponse):
         return sequences
 
     def _abort(self, outputs: list[Output]) -> None:
-        """Abort the other requests of a job after one has failed: they are useless, unless the client retries with its
-        key.
+        """Abort the other requests of a job after one has failed: their output is useless, unless the client retries
+        with its key.
         """
         for output in [] if self._job.key else outputs:
             if not output.is_final:
                 self._front.abort_soon(output.request_id)
 
     def _prompt_fields(self, number: int, first: Chunk | None) -> dict[str, object]:
-        """Return the fields about a prompt; its log probabilities are in the first sequence."""
+        """Return the fields about a prompt, whose log probabilities come with the first sequence."""
         rows = first.extras.prompt_log_probs if first is not None and first.extras is not None else None
         return self._job.shape.prompt(self._job.requests[number].token_ids.values, rows)
 
@@ -215,7 +215,7 @@ class Reply(StreamedResponse):
         shown = number * job.num_choices + index
         if index in position.ended:
             if job.reads_text:
-                job.shape.part(shown, chunk)  # the usage counts its reasoning
+                job.shape.part(shown, chunk)  # so that the usage includes its reasoning
             return None
         if job.reads_text and self._is_resumed:
             known, chunk = position.known_part(chunk)
@@ -286,7 +286,7 @@ class Reply(StreamedResponse):
         return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
 
     async def _count_reasoning(self) -> None:
-        """Count the tokens of the reasoning by tokenizing its text, as in responses."""
+        """Count the tokens of the reasoning by tokenizing its text, as in the Responses API."""
         for pieces in self._job.shape.reasoning.values():
             text = pb.GenerateRequest(prompt="".join(pieces))
             self._num_reasoning += len(await self._prompts.token_ids(text, PromptOptions(adds_special_tokens=False)))

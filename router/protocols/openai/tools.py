@@ -12,7 +12,7 @@ from router.protocols.openai.body import Body
 
 
 def read_tools(body: Body) -> tuple[Tools, dict[str, str]]:
-    """Return the tools of a body, and the client's names for the native fields with their schemas. Raises
+    """Return the tools of a body, and the client's names for the native fields that contain their schemas. Raises
     InvalidArgumentError if tools or tool_choice are invalid, or UnsupportedError if a tool is not a function.
     """
     schemas: dict[str, Schema] = {}
@@ -37,7 +37,7 @@ def check_new_tool(name: str, known: Mapping[str, object], field: str) -> None:
 
 
 def schema_names(tools: Tools, paths: Mapping[str, str]) -> dict[str, str]:
-    """Return the client's names for the native fields with schemas; `paths` has the field of each tool's schema."""
+    """Return the client's names for native fields that contain schemas; `paths` has the field of each tool's schema."""
     names = {tool_field(name): paths[name] for name in tools.schemas}
     if tools.choice == "named":
         return names | {"guided_decoding": paths[tools.named]}

@@ -48,7 +48,7 @@ class Events:
         self._usage: Usage | None = None
 
     def of(self, chunk: Chunk) -> Iterator[oe.GenerateResponse]:
-        """Yield the events for one chunk of a request without errors."""
+        """Yield the events for one chunk of a request that has not failed."""
         extras = chunk.extras
         if extras is not None and extras.prompt_log_probs is not None:
             yield self._event(prompt=self._prompt(extras.prompt_log_probs))

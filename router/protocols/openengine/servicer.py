@@ -76,7 +76,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
         self._native = native
 
     async def GetServerInfo(self, request: oe.GetServerInfoRequest, context: object) -> oe.ServerInfo:
-        """Return all cells as one engine."""
+        """Return information about all cells, presented as one engine."""
         info = await self._native.GetServerInfo(loads_pb2.GetServerInfoRequest(), context)
         answer = oe.ServerInfo(
             engine_name="midstream",

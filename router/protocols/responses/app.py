@@ -55,7 +55,7 @@ _INCLUDE = ("include", "include[]")  # has no effect: there is no output of serv
 
 @dataclass(slots=True)
 class StoredResponse:
-    """A response whose events can be written.
+    """A response, new or stored, with everything that is needed to write its events.
 
     Attributes:
         response_id: The id that the client sees.
@@ -331,7 +331,9 @@ class _Reply(StreamedResponse):
         return error_response(error, self._stored.job.names, self._stored.response_id)
 
     def failure(self, error: MidstreamError) -> str:
-        """Return the error as an event of this stream, without a number, so that a resume skips no event."""
+        """Return the error as an event of this stream, with the number of the last event, so that a resume skips no
+        event.
+        """
         found = error_body(error, self._stored.job.names)["error"]
         assert isinstance(found, dict)
         fields = {name: found[name] for name in ("code", "message", "param")}

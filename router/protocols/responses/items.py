@@ -160,7 +160,9 @@ class Turns:
 
 
 def hide_reasoning(text: str) -> str:
-    """Encode reasoning for clients that return it without its text. Not encrypted, since they get the text too."""
+    """Encode reasoning for clients that return it without its text. It is not encrypted, since clients get the text
+    too.
+    """
     return base64.b64encode(text.encode()).decode()
 
 

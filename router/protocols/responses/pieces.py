@@ -1,6 +1,6 @@
 """Splits a text into the deltas of a stream. How text arrives depends on batching, drafts and failures, but a stream
 that is read again must have the same events. So the splits depend only on the text: like most tokens, a piece is a word
-or another single character, with the space before it. A word is complete once the next character is known.
+or another single character, with any white space before it. A word is complete once the next character is known.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def _text_format(body: Body, request: pb.GenerateRequest) -> list[str]:
 
 
 def _refuse_values(body: Body) -> None:
-    """Reject fields whose values conflict with each other."""
+    """Reject invalid values of `include` and `metadata`."""
     for extra in body.texts("include"):
         if extra == "message.output_text.logprobs":
             raise UnsupportedError("log probabilities are not supported here", field="include")
@@ -187,8 +187,8 @@ def _refuse_values(body: Body) -> None:
 
 
 def _tools(body: Body) -> tuple[Tools, frozenset[str], dict[str, str]]:
-    """Return the tools of a body, the names of those whose input is free text, and the client's names for the native
-    fields with their schemas.
+    """Return the tools of a body, the names of the tools whose input is free text, and the client's names for the
+    native fields that contain their schemas.
     """
     schemas: dict[str, Schema] = {}
     definitions: dict[str, object] = {}

@@ -218,7 +218,8 @@ def _custom_input(arguments: str) -> str:
 
 def _cut_off_input(arguments: str) -> str:
     text = arguments[begin.end() :] if (begin := _INPUT.match(arguments)) else ""
-    # The end may be in the middle of an escaped character, which has up to two sequences of six characters.
+    # The end may be in the middle of an escaped character, which consists of up to two escape sequences of six
+    # characters.
     for end in range(len(text), max(len(text) - 12, -1), -1):
         try:
             last = str(json.loads(f'"{text[:end]}"'))[-1:]

@@ -5,7 +5,7 @@
 2. The rest of Kubernetes is emulated here: a pod whose readiness probe succeeds gets its Service's name in the
    network's DNS, so that a headless Service's name resolves to all its pods. Podman itself restarts containers that
    exit.
-3. A Deployment is scaled up by further Deployments of one replica from the same template, and scaled down by stopping
+3. A Deployment is scaled up by adding Deployments of one replica from the same template, and scaled down by stopping
    pods with their own grace period.
 """
 

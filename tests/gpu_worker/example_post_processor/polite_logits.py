@@ -22,7 +22,7 @@ class CountUp(LogitsPostProcessor):
 
 
 class CountUpTogether(BatchedLogitsPostProcessor):
-    """Does the same for all sequences in one call; fails for the client `mallory`."""
+    """Does the same as `CountUp`, for all sequences in one call; fails for the client `mallory`."""
 
     def process(
         self,

@@ -50,8 +50,8 @@ def needed(name: str) -> str:
 
 @asynccontextmanager
 async def scripted_model(cluster: Cluster, tokenizer: Tokenizer, call: Callable[[str], str]) -> AsyncIterator[str]:
-    """Return a router's HTTP address. It answers requests that contain the text of the file, and responds with `call`
-    to other requests with tools.
+    """Return a router's HTTP address. The model writes `call` for a prompt that asks for the file but does not contain
+    its text yet, and ANSWER for all other prompts.
     """
     chat = ChatModel(model_format("hermes", ""))
     router = await cluster.add_router(await cluster.add_detokenizer(), chat=chat)

@@ -186,7 +186,7 @@ async def test_every_error_has_its_status_and_shape(cluster: Cluster, client: an
         assert (body["type"], body["error"]["type"]) == ("error", kind)
         if status == 429:
             assert raised.value.response.headers["retry-after"] == "2"
-    # Errors that the router retries until its retries are exhausted.
+    # Clients get these errors only after the router's retries are exhausted.
     assert [http_status(error) for error in (DeadlineError("no"), UnavailableError("no"))] == [504, 529]
     with pytest.raises(anthropic.NotFoundError):
         await client.messages.create(model="other", max_tokens=9, messages=HI)
@@ -258,7 +258,7 @@ async def test_an_invalid_schema_is_named_among_several_tools(client: anthropic.
 
 
 async def test_an_image_that_is_refused_is_named_by_its_own_field(client: anthropic.AsyncAnthropic) -> None:
-    """The model reads no images; this is checked in the native request."""
+    """The model reads no images; the check is that of the native request, whose fields have other names."""
     source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
     messages: list[Any] = [{"role": "user", "content": [TEXT_BLOCK, {"type": "image", "source": source}]}]
     for call in (
@@ -329,7 +329,7 @@ async def test_cache_breakpoints_set_the_retention(
     )  # fmt: skip
     message, _ = await asyncio.gather(call, answer(cluster, "r", tokenizer.encode("Yes")))
     native = cluster.scheduler.requests["r"].request
-    five, hour = native.kv_retention.token_ranges  # the last one applies where they overlap
+    five, hour = native.kv_retention.token_ranges  # where the ranges overlap, the last one applies
     kept = tokenizer.decode(list(native.token_ids.values[: hour.end]), skip_special_tokens=False)
     assert "Know this well." in kept
     assert "Hi" not in kept
@@ -423,7 +423,7 @@ def test_an_invalid_field_is_named(fields: dict[str, Any], field: str) -> None:
 
 
 def reading(format_: ModelFormat, template: str, **fields: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return the template's variables, and the ignored fields, of a request to a model with this text format."""
+    """Return the template variables and the ignored fields of a request to a model with this format and template."""
     job = read_messages(Body({"messages": HI, "max_tokens": 2000} | fields), ChatModel(format_, template))
     return json.loads(job.conversation.request.chat.template_variables_json or "{}"), job.ignored
 

@@ -329,7 +329,7 @@ async def test_the_number_of_fields_of_a_form_is_limited() -> None:
 
 
 async def test_characters_of_a_line_do_not_become_longer(client: openai.AsyncOpenAI) -> None:
-    """With its characters escaped, the body would exceed the size limit."""
+    """If its characters were escaped, the body would exceed the size limit."""
     text = "空" * 900_000
     body = {"messages": [{"role": "user", "content": text}]}
     long = json.dumps({"custom_id": "a", "method": "POST", "url": CHAT, "body": body}, ensure_ascii=False)
@@ -355,7 +355,7 @@ async def test_a_line_whose_request_is_aborted_is_an_error(
 async def test_a_batch_runs_even_if_a_router_has_looked_for_it_before_it_was_stored(
     client: openai.AsyncOpenAI, model: None, monkeypatch: pytest.MonkeyPatch, *, is_removed_first: bool
 ) -> None:
-    """The router of the call may be slow between the entry in the queue and the batch."""
+    """The router that handles the call may be slow to store the batch after it has added the entry to the queue."""
     create_now, add_now, remove_now = Batches.create, Leases.add, Leases.remove
     removing, removed, added_again = asyncio.Event(), asyncio.Event(), asyncio.Event()
     num_added = 0

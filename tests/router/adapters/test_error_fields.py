@@ -17,7 +17,7 @@ TEXT = {"type": "text", "text": "x"}
 USER = {"role": "user", "content": "Hi"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 JSON = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-LONG = "x" * 200  # longer than a name may be
+LONG = "x" * 200  # exceeds the maximum length of a name
 
 
 def tool(name: str, **fields: object) -> dict[str, object]:
@@ -131,7 +131,7 @@ async def test_the_router_s_own_checks(client: openai.AsyncOpenAI) -> None:
         ({"guided_regex": ""}, "guided_regex"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
-        # Texts are joined in the native request, so that the image is its part 1.
+        # The texts are joined in the native request, so the image is part 1 there, and part 2 in the client's message.
         (
             {"messages": [USER, {"role": "user", "content": [TEXT, TEXT, IMAGE]}]},
             "messages[1].content[2].image_url.url",

@@ -125,7 +125,7 @@ COMPLETIONS_EXAMPLES = COMMON_EXAMPLES | {
     "suffix": ("x", {}),
     "prompt_embeds": ("x", {}),
 }
-# If a key is a field within the path of another field, a body with that field is compared with a body without it.
+# If the key is a path such as `a.b`, the two values are a body with this field and a body without it.
 CHAT_EXAMPLES = COMMON_EXAMPLES | {
     "model": ("m", {}),
     "messages": ([{"role": "user", "content": "Other"}], {}),
@@ -401,7 +401,7 @@ def allowed(*names: str) -> dict[str, object]:
     return {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": name} for name in names]}
 
 
-# The same for each field of responses.
+# For each field of responses, the same as for messages.
 RESPONSES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "model": ({}, {"model": "m"}),
     "input": ({}, {"input": "Other"}),

@@ -73,7 +73,7 @@ _CONTENTS |= {"FP32": "fp32_contents"}
 
 
 def infer_request(*outputs: str, **inputs: tuple[str, Any]) -> kserve_pb2.ModelInferRequest:
-    """Return a request of one row, given the type and value of each input."""
+    """Return a request with one row; `inputs` are the type and value of each input."""
     request = kserve_pb2.ModelInferRequest(model_name="ensemble")
     for name, (datatype, value) in {"text_input": ("BYTES", b"Hi"), "max_tokens": ("INT32", 9), **inputs}.items():
         item = request.inputs.add(name=name, datatype=datatype, shape=(1, 1))
@@ -132,7 +132,7 @@ async def test_an_output_is_not_asked_for_and_ruled_out_at_once(cluster: Cluster
 
 
 async def test_the_number_of_rows_is_limited(cluster: Cluster) -> None:
-    """Each row is a request, and a message has room for millions of empty ones."""
+    """Each row is a request, and a message has room for millions of empty rows."""
     request = infer_request("text_output")
     request.inputs[0].contents.bytes_contents[:] = [b""] * 2049
     request.inputs[0].shape[:] = [2049, 1]

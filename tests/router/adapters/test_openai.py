@@ -100,7 +100,9 @@ async def test_a_text_that_was_cut_off_ends_with_an_error_and_without_a_finish_r
 async def test_several_prompts_are_read_at_once_and_end_with_the_first_that_fails(
     cluster: Cluster, router: Part, tokenizer: Tokenizer
 ) -> None:
-    """A scheduler aborts a request that nothing reads for 30 seconds, however long the prompt before it takes."""
+    """If the prompts were read one after another, the scheduler would abort a request that has had no reader for 30
+    seconds while an earlier one was read.
+    """
     names = ["r-0", "r-1", "r-2"]
     async with client_of(router) as client:
         body: Any = {"model": "smollm2", "prompt": ["a", "b", "c"], "extra_body": {"request_id": "r"}}
@@ -261,7 +263,7 @@ async def test_a_prediction_provides_drafts(cluster: Cluster, router: Part, toke
 
 
 async def test_every_response_has_an_id(cluster: Cluster, router: Part) -> None:
-    """The client shows it as `request_id`; it is the native request's if there is one."""
+    """OpenAI's client returns it as `request_id`. If there is a native request, it is that request's id."""
     async with client_of(router) as client:
         listed = await client.models.with_raw_response.list()
         assert len(listed.headers["x-request-id"]) == 32
@@ -323,7 +325,7 @@ async def test_unknown_query_parameters_are_refused(router: Part) -> None:
             assert raised.value.param == "page"
         assert (await client.get("/models", cast_to=object, options={"params": {"limit": 2}})) is not None
         url = str(client.base_url).replace("/v1/", "/tokenize")
-        query = {"api-version": "2024-10-21"}  # as from Azure's clients
+        query = {"api-version": "2024-10-21"}  # as sent by Azure's clients
         assert await client.post(url, cast_to=object, body={"prompt": "Hi"}, options={"params": query}) is not None
 
 
@@ -347,8 +349,8 @@ async def test_tokenize_lists_fields_that_do_not_change_the_prompt(router: Part)
 
 
 async def test_reasoning_tokens_are_in_the_usage(cluster: Cluster, tokenizer: Tokenizer) -> None:
-    """The counts are those of the reasoning's text, even in a stream that is resumed after one of its choices has
-    ended.
+    """The number is that of the tokens of the reasoning's text, even in a stream that is resumed after one of its
+    choices has ended.
     """
     chat = ChatModel(model_format("hermes", "think"))
     router = await cluster.add_router(await cluster.add_detokenizer(), chat=chat)

@@ -62,7 +62,7 @@ def test_log_probabilities_are_valid_json_even_where_a_token_cannot_be() -> None
     for job in (completion_job(Body({"prompt": "a", "logprobs": 1}), VOCABULARY), chat(logprobs=True, top_logprobs=1)):
         chunk = Chunk(0, 0, [1, 2], "bc", extras=Extras(rows), **end)  # type: ignore[arg-type]
         text = json.dumps(job.shape.whole(0, chunk), allow_nan=False)
-        # In a completion, the most likely tokens include the token itself.
+        # In a completion, the most likely tokens include the generated token itself.
         assert text.count("-9999.0") == (5 if "text_offset" in text else 3)
         assert "-0.5" in text
 
@@ -128,7 +128,7 @@ def test_text_offsets_omit_special_tokens_as_the_text_does() -> None:
 
 
 def test_text_offsets_continue_in_a_resumed_stream() -> None:
-    """After each token, even within a character, another router continues from the id of the event."""
+    """After each token, even in the middle of a character, another router can continue from the event's id."""
     pieces = [b"a", b" \xf0\x9f", b"\x98", b"\x80", b"\xc3", b"\xa9b", b"\xff", b"c"]
     vocabulary, body = Vocabulary(pieces.__getitem__), Body({"prompt": "a", "logprobs": 0, "stream": True})
 
@@ -257,7 +257,7 @@ def test_reasoning_is_a_field_of_its_own() -> None:
     end = job.shape.part(0, Chunk(0, len(text), is_sequence_final=True, finish_reason=FinishReason.STOP))
     assert end is not None
     deltas = [part["delta"] for part in (*parts, end)]
-    # There is no event while the parser waits for the rest of a tag.
+    # No event is sent while the parser waits for the rest of a tag; only the last event has an empty delta.
     assert [delta for delta in deltas if not delta] == [{}]
     assert all(isinstance(delta, dict) for delta in deltas)
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."  # type: ignore[attr-defined]

@@ -43,7 +43,7 @@ async def test_every_route_and_query_parameter_is_described(router: Part, paths:
         variables = inspect.getclosurevars(route.endpoint).nonlocals
         for method in (route.methods or set()) - {"HEAD"}:
             if "endpoint" not in variables and path.startswith("/v1/"):
-                continue  # the handler that rejects other methods
+                continue  # the handler that rejects unsupported methods
             described = paths[path][method.lower()].get("parameters", ())
             known = {item["name"] for item in described if item["in"] == "query"}
             if variables.get("parameters") is not None:

@@ -35,7 +35,7 @@ TEXT = "Well, the sky is blue: 空は青い. And  so\non — isn't it?"
 
 
 async def write(cluster: Cluster, ids: Sequence[int], number: int = 0, **fields: Any) -> str:
-    """Make the model write the answer to the `number`th request; return the id of the request."""
+    """Make the model write the answer to request `number`, starting at 0; return the id of the request."""
     await cluster.scheduler.until(lambda: len(cluster.scheduler.requests) > number)
     request_id = list(cluster.scheduler.requests)[number]
     for token in ids:
@@ -153,7 +153,7 @@ async def test_a_stream_continues_after_the_last_event_of_its_dead_router(
         assert rest[-1]["response"]["output"][0]["content"][0]["text"] == TEXT
 
 
-# tests/router/parsers tests the differences between formats; this test has one format of each kind.
+# tests/router/parsers tests the differences between formats; this test runs one format of each kind.
 @pytest.mark.parametrize("name", ["hermes", "openai", "qwen3_coder", "deepseek_v3"])
 async def test_a_session_with_tools_continues_by_id(cluster: Cluster, tokenizer: Tokenizer, name: str) -> None:
     transcript = TRANSCRIPTS[name]
@@ -178,8 +178,8 @@ async def test_a_session_with_tools_continues_by_id(cluster: Cluster, tokenizer:
         follow = client.responses.create(input=outputs, previous_response_id=first.id, **asked)
         last = await answered(cluster, follow, tokenizer.encode("It is sunny."), 1)
         assert last.previous_response_id == first.id
-        # The conversation equals one with all items in the input, except for the instructions, which apply to a single
-        # response.
+        # The conversation equals one whose input contains all items. The instructions are not among them, since they
+        # apply to a single response.
         whole: list[Any] = [{"role": "user", "content": "Weather?"}, *(item.to_dict() for item in first.output)]
         again = client.responses.create(input=[*whole, *outputs], store=False, **asked)
         await answered(cluster, again, tokenizer.encode("Sun."), 2)
@@ -403,7 +403,7 @@ async def test_a_json_object_is_no_array_and_an_image_is_named_by_its_own_field(
 
 
 def test_an_input_may_end_with_the_assistant_unless_it_calls_a_tool() -> None:
-    """The answer is then a further message of the assistant."""
+    """In that case, the answer is another message of the assistant."""
     said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
     turns = read_response(Body({"input": said}), ChatModel()).conversation.request.chat.messages
     assert [turn.role for turn in turns] == ["user", "assistant"]

@@ -69,7 +69,7 @@ def objects(
     shape: Any, supported: Types, path: str = "", seen: frozenset[Any] = frozenset()
 ) -> Iterator[tuple[str, Any, bool]]:
     """Yield all objects in a request: the path, the object, and whether its type is supported. The request itself has
-    an empty path. Objects in unsupported ones are left out.
+    an empty path. Objects within unsupported objects are left out.
     """
     kinds = kinds_of(shape)
     is_supported = path not in supported or not kinds or bool(kinds & set(supported[path]))
@@ -82,7 +82,7 @@ def objects(
 
 
 def unknown(shape: Any, table: Table, supported: Types) -> set[str]:
-    """Return the fields that are neither in `table` nor inside of objects that are refused or ignored."""
+    """Return the fields that are neither in `table` nor within objects that are refused or ignored."""
     found = set()
     for path, item, is_supported in objects(shape, supported):
         parts = path.split(".") if path else []
@@ -108,7 +108,7 @@ def test_every_field_of_the_sdk_is_known(shape: Any, table: Table, supported: Ty
 
 @pytest.mark.parametrize(("shape", "table"), [(Chat, CHAT), (Completion, COMPLETIONS)])
 def test_every_field_of_a_completion_is_known(shape: Any, table: Table) -> None:
-    """Fields inside of others need no line if they have an effect."""
+    """Only top-level fields must be in the table; nested fields need no line there if they have an effect."""
     assert set(typing.get_type_hints(shape)) - table.keys() == set()
 
 

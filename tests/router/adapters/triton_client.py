@@ -1,4 +1,4 @@
-"""The official Triton client in a separate process, since its generated code has the same names as ours.
+"""The official Triton client, in a separate process because its generated protobuf code has the same names as ours.
 
 python -m tests.router.adapters.triton_client ADDRESS
 """

@@ -74,7 +74,7 @@ TEMPLATES = {
         {%- for k, v in c.arguments | items %}{{ '' if loop.first else ',' }}{{ k }}:{{ value(v) }}{% endfor %}
         {{- '}<tool_call|>' }}{% endfor %}""",
 }
-# A value that contains one of the format's special tokens is ambiguous.
+# `<` is excluded, because a value that contains one of the format's special tokens would be ambiguous.
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=12)
 WEATHER = st.fixed_dictionaries(
     {},

@@ -63,7 +63,7 @@ def filled(text: str, arguments: str) -> str:
 def tokenizer(
     request: pytest.FixtureRequest, folder: ModelFolder, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[llguidance.LLTokenizer, dict[str, int]]:
-    """Return a tokenizer with or without the formats' special tokens."""
+    """Return a tokenizer with or without the formats' special tokens, and the ids of these tokens."""
     source = json.loads((folder.path / "tokenizer.json").read_text(encoding="utf-8"))
     tokens = {}
     if request.param:
@@ -147,7 +147,7 @@ def test_beside_json_there_may_be_a_limit_of_one_call(
         assert accepts(library, guide, call)
         assert accepts(library, guide, SUNNY)
         assert not accepts(library, guide, call + call)
-        assert accepts(library, guide, filled(one, BAD))  # the tool is not strict
+        assert accepts(library, guide, filled(one, BAD))  # is accepted, since the tool is not strict
 
 
 @pytest.mark.parametrize("name", GUIDED)

@@ -40,7 +40,7 @@ def test_text_without_a_valid_call_stays_text(tools: str, text: str) -> None:
 
 
 def cuttings(rng: random.Random, size: int, num_cuts: int) -> Iterator[list[int]]:
-    """Return ways to split a text of `size` characters: at few, many, or all positions."""
+    """Yield ways to split a text of `size` characters: at all positions, and at few or many random ones."""
     yield list(range(1, size))
     made = size - 1
     while made < num_cuts:
@@ -51,8 +51,8 @@ def cuttings(rng: random.Random, size: int, num_cuts: int) -> Iterator[list[int]
 
 @pytest.mark.parametrize("tools", FORMATS)
 def test_events_depend_on_the_text_so_far_alone(tools: str) -> None:
-    """At each split, the events equal those of the text so far, so feeding that text to a new parser resumes the
-    stream.
+    """After each piece, the events equal those that a new parser returns for the whole text so far, so feeding it that
+    text resumes the stream.
     """
     rng = random.Random(tools)
     texts = [(item.text, item) for item in GOOD if item.tools == tools]
@@ -69,7 +69,7 @@ def test_events_depend_on_the_text_so_far_alone(tools: str) -> None:
 
 
 def test_many_malformed_calls_are_read_fast() -> None:
-    """Within a string, an escaped quote does not end it, so each call seems to go on to the end."""
+    """An escaped quote does not end a string, so each call appears to continue to the end of the text."""
     for end in ("", '"</tool_call>'):
         text = '<tool_call>{\\"</tool_call>' * 20_000 + end
         begin = time.process_time()
@@ -79,7 +79,7 @@ def test_many_malformed_calls_are_read_fast() -> None:
 
 @pytest.mark.parametrize("tools", FORMATS)
 def test_no_text_breaks_a_parser_or_is_lost(tools: str) -> None:
-    """Pieces of markup are concatenated in any order."""
+    """The texts are pieces of markup, concatenated in random order."""
     marks = [
         *model_format(tools).marks,
         "[",

@@ -31,7 +31,7 @@ def cell(
         ([0, 4, 0, 0], 0.25, 12.5),
         ([2, 2, 0, 0], 0.5, 10.0),
         ([2, 0, 2, 0], 0.75, 30.0),
-        ([0, 0, 0, 1], 0.5, 40.0),  # above all bounds, so the value is unknown
+        ([0, 0, 0, 1], 0.5, 40.0),  # above all bounds, so only the highest bound is known
     ],
 )
 def test_quantiles_lie_between_the_bounds_of_their_bucket(counts: list[int], share: float, expected: float) -> None:

@@ -232,7 +232,7 @@ async def test_a_draining_router_ends_the_dashboards_feed(part: Part, cluster: C
     await until(lambda: any(request.max_map_cells for request in cluster.scheduler.status_requests))
     part.server.draining.set()
     status, _, _ = await asyncio.wait_for(reading, 60)
-    assert status in (200, 503)  # rejected before the first event
+    assert status in (200, 503)  # 503 if the stream is rejected before its first event
 
 
 async def test_top_shows_itself_on_a_terminal_and_q_quits(part: Part) -> None:

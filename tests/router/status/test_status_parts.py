@@ -41,7 +41,8 @@ def test_an_outage_lasts_until_the_component_is_seen_again() -> None:
     assert (first.kind, first.name, first.from_unix_ms, first.until_unix_ms) == ("worker", "w-0", 1_010_000, 0)
     assert not first.HasField("until_unix_ms")
     assert (second.name, second.from_unix_ms, second.until_unix_ms) == ("w-1", 1_010_000, 1_013_000)
-    # A part that does not return is forgotten after two minutes; the outage of one that does, after five.
+    # A component that does not return is forgotten after two minutes; the outage of a component that has returned is
+    # forgotten after five.
     for now, names in ((100, ["w-0", "w-1"]), (131, ["w-1"]), (312, ["w-1"]), (314, [])):
         parts.update(now, [SCHEDULER, worker("w-1")])
         assert [outage.name for outage in parts.outages(now, unix_s=now)] == names
