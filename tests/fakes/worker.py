@@ -124,7 +124,7 @@ class FakeWorker:
         self._thread.join(5)
 
     def leave(self) -> None:
-        """Finish the current step, send Goodbye and exit."""
+        """Finish the current step, send Leave and exit."""
         self._stop.set()
 
     def kill(self) -> None:

@@ -104,7 +104,7 @@ class Killed(BaseException):
 
 
 class MortalLink(SchedulerLink):
-    """A connection that can be closed without a Goodbye message."""
+    """A connection that can be closed without a Leave message."""
 
     is_dead = False
 
