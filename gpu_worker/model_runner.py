@@ -71,11 +71,11 @@ _Run = Callable[[PreparedStep, ForwardInputs, IntArray], tuple[Sampled | None, R
 
 @dataclass(slots=True, eq=False)
 class Launched:
-    """A step that was launched.
+    """The state of a step between `launch` and `finish`.
 
     Attributes:
         missing_blocks: Blocks to adopt whose contents were not found.
-        open_pass: The step whose pass the pipeline stages are computing, and the probe of this pass.
+        open_pass: The prepared step and its probe, if the pipeline stages compute its forward pass; otherwise None.
     """
 
     started: float

@@ -150,8 +150,8 @@ def set_up(venv: Path, root: Path) -> None:
 
 @contextmanager
 def _compiling(root: Path) -> Iterator[None]:
-    """Compile the kernels in the background, since this needs no packages; a later step waits for the result and shows
-    failures.
+    """Compile the kernels in the background while pip installs the packages, which compiling does not need; a later
+    step waits for the result and reports failures.
     """
     command = [sys.executable, "-P", str(root / "kernels" / "build.py"), "--here"]
     quiet = subprocess.DEVNULL

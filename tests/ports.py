@@ -22,7 +22,7 @@ def free_port() -> int:
         _next = (_next + 1) % _SLICE
         if is_free_port(_FIRST + _next):
             return _FIRST + _next
-    raise RuntimeError(f"all ports from {_FIRST} to {_FIRST + _SLICE} are in use")
+    raise RuntimeError(f"all ports from {_FIRST} to {_FIRST + _SLICE - 1} are in use")
 
 
 def free_ports(count: int) -> list[int]:

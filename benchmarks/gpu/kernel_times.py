@@ -1,7 +1,7 @@
 """Time each kernel at the shapes of an 8B model, to show where a step spends its time.
 
-There are no limits. Attention and linear kernels are listed next to their alternatives, to check the choice between
-them.
+The times are only reported, not compared with limits. Attention and linear kernels are listed next to their
+alternatives, to check the choice between them.
 """
 
 from __future__ import annotations

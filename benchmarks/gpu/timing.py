@@ -28,8 +28,8 @@ def seconds(run: Callable[[], object], repeats: int = 20) -> float:
 
 
 def graph_seconds(run: Callable[[], object], repeats: int = 20) -> float:
-    """Return the median device time of `run` like `seconds`, with several calls captured as a graph; needed for kernels
-    that take less time than their launch.
+    """Return the median device time of `run` as `seconds` does, but with several calls captured in a CUDA graph; needed
+    for kernels that take less time than their launch.
     """
     for _ in range(_WARM_UPS):
         run()

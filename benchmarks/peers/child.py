@@ -1,8 +1,8 @@
-"""The process of a peer: opens one peer, runs workloads as they arrive, and prints the figures of each as a line of
+"""The child process for one peer: opens it, runs workloads as they arrive, and prints the figures of each as a line of
 JSON.
 
-python -m peers.child NAME HOME MODEL_FOLDER, with one workload per line of standard input; it exits at the end of its
-input.
+python -m peers.child NAME HOME MODEL_FOLDER, with one workload per line of standard input; it exits at the end of
+standard input.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ _USUAL_RANK = 8
 
 def host_cache_bytes(config: WorkerConfig, description: DecoderDescription) -> int:
     """Return the capacity of the adapter cache on the host, in bytes. Raises ConfigError if a size is negative."""
-    if config.lora_host_cache_bytes < 0 or config.lora_num_host_module_layer < 0:
-        raise ConfigError("must not be negative", field="lora_host_cache_bytes")
+    _check_sign(config, "lora_host_cache_bytes")
+    _check_sign(config, "lora_num_host_module_layer")
     units = config.lora_num_host_module_layer
     return units * module_layer_elements(description) * _HOST_ELEMENT_BYTES or config.lora_host_cache_bytes
 
@@ -29,13 +29,19 @@ def device_cache_bytes(
     """Return the capacity of the adapter cache on the device, in bytes; call it after the weights are loaded. Raises
     ConfigError if a size is out of range.
     """
-    if not 0.0 <= config.lora_device_cache_percent <= 1.0 or config.lora_num_device_module_layer < 0:
+    if not 0.0 <= config.lora_device_cache_percent <= 1.0:
         raise ConfigError("must be in [0, 1]", field="lora_device_cache_percent")
+    _check_sign(config, "lora_num_device_module_layer")
     if config.lora_num_device_module_layer:
         return config.lora_num_device_module_layer * module_layer_elements(description) * element_bytes
     # On a GPU the memory is allocated now, and the fraction refers to the memory that would be left for the KV pool.
     left = 1.0 - config.free_memory_fraction if device.type == "cuda" else 1.0
     return int(free_memory_bytes(device) * left * config.lora_device_cache_percent)
+
+
+def _check_sign(config: WorkerConfig, field: str) -> None:
+    if getattr(config, field) < 0:
+        raise ConfigError("must not be negative", field=field)
 
 
 def usual_adapter_bytes(description: DecoderDescription, element_bytes: int) -> int:

@@ -178,7 +178,7 @@ def set_input(
     """Set the request's input to the one argument that is given.
 
     Raises:
-        InvalidArgumentError: Not exactly one is given, or a value has the wrong type.
+        InvalidArgumentError: None or several of them are given, or a value has the wrong type.
     """
     if sum(item is not None for item in (prompt, token_ids, messages)) != 1:
         raise InvalidArgumentError("set exactly one of prompt, token_ids and messages", field="prompt")

@@ -147,7 +147,9 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
             await self._run_without_frames(channel)
 
     async def _connect(self, channel: grpc.aio.Channel) -> frames.FrameConnection | None:
-        """Open a frame connection; return None if the other side does not support frames."""
+        """Open a frame connection; return None if the other side does not support frames, or if several attempts to
+        connect failed.
+        """
         try:
             offer = await self._ask_for_frames(channel)
         except grpc.aio.AioRpcError as error:

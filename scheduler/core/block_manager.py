@@ -21,7 +21,7 @@ class BlockCounts:
     """Counters since the group joined."""
 
     allocated: int = 0  # including reused blocks
-    allocated_new: int = 0  # allocated without contents
+    allocated_new: int = 0  # excluding reused blocks
     reused: int = 0
     missed: int = 0  # full prompt blocks that were looked up and not found
     evicted: int = 0

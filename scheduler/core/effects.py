@@ -37,12 +37,12 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True)
 class BeamsAdvanced:
-    """A beam search has advanced to `num_steps` steps, to be committed.
+    """A beam search has completed `num_steps` steps, which are to be committed.
 
     Attributes:
         num_outputs: Number of extra outputs of its first sequence that are to be committed; all of them are for the
             prompt.
-        num_reported: Number of tokens of its first sequence whose extra outputs are known from earlier emissions.
+        num_reported: Number of tokens of its first sequence whose extra outputs were attached after earlier steps.
     """
 
     request: Request

@@ -382,7 +382,7 @@ class BeamLanes:
 
     def _forget_prompt(self) -> None:
         if not self.search.steps:
-            self._request.sequences[0].forget_extras()  # the outputs of the prompt are reported again
+            self._request.sequences[0].forget_extras()  # the worker will report the prompt's extra outputs again
 
     def report(self, lane: Sequence, data: bytes) -> None:
         """Store the extra outputs for a lane's candidates: a serialized RowOutputs."""

@@ -348,8 +348,8 @@ class WorkerGroup:
     def splits(self, num_tokens: int) -> bool:
         """Return whether a context with this many tokens may be split over several steps.
 
-        Without chunked context, it is split only if it exceeds a step: the request ran before and has grown since, or
-        came from a group with larger steps.
+        Without chunked context, it is split only if it is longer than the group's `max_num_tokens`, which happens if
+        the request has grown since it first ran, or came from a group with a larger limit.
         """
         return self.config.enable_chunked_context or num_tokens > self.max_num_tokens
 

@@ -123,7 +123,7 @@ class Engine:
         effects: list[Effect] = []
         try:
             effects = self.core.handle(event)
-        finally:  # record it first: a recording is most useful for an event on which the core fails
+        finally:  # record the event even if the core fails on it: that is when a recording is most useful
             for observe in self._observers:
                 observe(event, effects)
         for effect in effects:

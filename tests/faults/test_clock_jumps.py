@@ -114,7 +114,7 @@ class Deadline:
 
 
 def recorded_deadlines(path: Path) -> list[Deadline]:
-    """Return the deadlines of the requests from `time_out`."""
+    """Return the recorded deadlines of the requests that `time_out` sent."""
     offset_ns = time.time_ns() - time.monotonic_ns()  # the scheduler's clock started at the unshifted wall time
     found: dict[str, Deadline] = {}
     before = 0.0

@@ -277,7 +277,7 @@ class CoreWithRunners:
         return is_any_held
 
     def lose_worker(self, number: int = 0) -> None:
-        """Lose a worker, and register it again with an empty pool."""
+        """Simulate the loss of a worker that then registers again with an empty pool."""
         member = self._members[number]
         self._work = deque(work for work in self._work if work.connection != member.connection)
         self.handle(WorkerLeft(1, member.connection, member.epoch))

@@ -18,7 +18,7 @@ from torch import Tensor
 from gpu_worker.batch.step import AdapterRef, Fork, NewSequence
 from gpu_worker.lora.adapter import padded_rank
 from gpu_worker.model_runner import ModelRunner
-from midstream.errors import NotFoundError, OverloadedError
+from midstream.errors import ConfigError, NotFoundError, OverloadedError
 from tests.gpu_worker.adapters import ALL_MODULES, adapted, make_lora, ref_of
 from tests.gpu_worker.test_models import TOLERANCE, Recorder, prompt
 from tests.gpu_worker.tiny_models import Driver, ints, make_runner, make_tiny_model
@@ -214,6 +214,20 @@ def test_the_least_recently_used_idle_adapter_is_evicted(
     driver = Driver(runner)
     assert add(0, "all") is None
     assert cache.num_device_bytes <= cache.device_bytes
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "lora_host_cache_bytes",
+        "lora_num_host_module_layer",
+        "lora_num_device_module_layer",
+        "lora_device_cache_percent",
+    ],
+)
+def test_a_negative_size_is_rejected_by_name(model_folder: tuple[torch.nn.Module, Path], field: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}: must"):
+        make_runner(model_folder[1] / "model", **{field: -1})
 
 
 def test_another_adapter_under_the_same_path_is_not_taken_for_the_first(

@@ -1,4 +1,4 @@
-"""Real routers and detokenizers follow changes of the addresses behind a name without a restart."""
+"""Real routers and detokenizers pick up changes to the addresses of a host name without a restart."""
 
 from __future__ import annotations
 

@@ -136,8 +136,8 @@ def test_padding_rows_give_zeros(monkeypatch: pytest.MonkeyPatch, splits: int, i
 def test_programs_go_to_the_longest_sequences_and_any_may_join(
     monkeypatch: pytest.MonkeyPatch, window: int | None, has_sinks: bool
 ) -> None:
-    """The sequences have 7, 1 and 1 tiles of 32 keys, and there is one chunk of two queries. With 4 more programs, each
-    one takes up to 3 tiles.
+    """The sequences have 7, 1 and 1 tiles of 32 keys, and there is one chunk of two queries. With 4 programs in
+    addition to one per query, each takes up to 3 tiles.
 
     With a window, the last 90 of 200 keys are in 4 tiles, so each program takes up to 2 tiles.
     """

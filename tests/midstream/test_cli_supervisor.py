@@ -192,8 +192,8 @@ async def test_a_fast_shutdown_ends_open_streams_and_kills_nothing(
     sent, send = set[str](), supervisor._Process.send
 
     def send_one_at_a_time(process: supervisor._Process, number: signal.Signals) -> None:
-        """Wait until the process has handled its first signal: two equal signals are merged if it does not run in
-        between.
+        """Send a signal, but only once the process has handled its first one: a second pending signal of the same
+        number would be lost.
         """
         deadline, name = time.monotonic() + 20, process.state.name
         while name in sent and not (tmp_path / f"{name}.drains").exists() and time.monotonic() < deadline:

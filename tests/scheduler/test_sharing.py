@@ -165,7 +165,7 @@ def test_two_large_requests_do_not_block_new_ones(capacity: str, reuse: bool, nu
         enable_block_reuse=reuse,
     )
     harness.add_group(num_blocks=7_000, max_batch_size=16, max_num_tokens=2_048, max_sequence_length=20_000)
-    for name in ("one", "two"):  # together with the other requests, these need more blocks than there are
+    for name in ("one", "two"):  # each needs nearly all blocks of the pool
         num_sequences = 7_000 * 16 // num_tokens
         harness.submit(name, 16, num_tokens - 16, client_id="hoarder", num_sequences=num_sequences)
     harness.turn()

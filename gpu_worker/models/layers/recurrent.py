@@ -230,7 +230,8 @@ class ShortConvLayer:
     """A gated short convolution.
 
     Attributes:
-        joined: Gates of the convolution's input, gates of its output, and the input itself.
+        joined: Projection to the gates of the convolution's input, the gates of its output, and the input itself, in
+            this order.
         conv: [size, kernel].
         conv_bias: [size].
     """
