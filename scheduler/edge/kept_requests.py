@@ -46,7 +46,7 @@ class KeptRequests:
         self._limits = limits
         self._model_fingerprint = model_fingerprint
         self._writing: set[asyncio.Task[None]] = set()
-        engine.on_ended.append(lambda request, _: self._keep(request))
+        engine.on_ended.append(self._on_ended)
         for request in engine.core.lifecycle.requests.values():
             if request.state is RequestState.FINISHED:
                 self._keep(request, is_recovered=True)
@@ -77,9 +77,13 @@ class KeptRequests:
 
     async def close(self) -> None:
         """Stop writing; the next scheduler stores the remaining requests."""
+        self._engine.on_ended.remove(self._on_ended)
         for task in self._writing:
             task.cancel()
         await asyncio.gather(*self._writing, return_exceptions=True)
+
+    def _on_ended(self, request: Request, _: bool) -> None:
+        self._keep(request)
 
     def _keep(self, request: Request, *, is_recovered: bool = False) -> None:
         if request.spec.keep_ns and not request.spec.tensor_bytes:
