@@ -11,7 +11,8 @@ WELCOME, both sides may send the other kinds at any time. They close the connect
   1 HELLO    body: the token. The first frame sent by the side that connects.
   2 WELCOME  no body. The reply to HELLO, and the first frame sent by the other side.
   3 MESSAGE  body: a protobuf message of the type that the method's gRPC stream has in that direction.
-  4 PING     no body. The reply is PONG. A side that receives nothing for a while sends a PING, then disconnects.
+  4 PING     no body. The reply is PONG. A side that receives nothing for a while sends a PING, and later
+             disconnects.
   5 PONG     no body.
 """
 

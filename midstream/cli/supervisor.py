@@ -240,7 +240,7 @@ class _Process:
                 detail="",
             )
         )
-        if self.stopping.is_set():  # `stop` was called before there was a pid
+        if self.stopping.is_set():  # set before there was a pid, so `stop` may have had no effect
             self.send(signal.SIGKILL)
         watch = asyncio.create_task(self._watch_health())
         code = await process.wait()

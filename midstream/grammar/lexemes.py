@@ -2,7 +2,7 @@
 
 llguidance splits text into lexemes and takes the longest match of the lexemes that are possible, whereas a GBNF rule
 may end anywhere. A rule without recursion, a literal, or repeated characters become one lexeme, which is fast, unless
-that lexeme could also match the beginning of text that may follow it, or that may follow another lexeme with the same
+a match of that lexeme could go on into text that may follow it, or that may follow another lexeme with the same
 beginning. Such lexemes are split further, ultimately into single characters, for which a longer match is impossible.
 """
 
@@ -137,7 +137,7 @@ class _Converter:
         return list(used)
 
     def _conflicts(self) -> set[Node]:
-        """Return the lexemes to split: those that could also match the beginning of text that follows a lexeme."""
+        """Return the lexemes to split: those whose matches could go on into text that follows the end of a lexeme."""
         follow = _Follow(self, {name: self._rules[name] for name in self._used_rules() if name not in self._named})
         # Literals and other units by first character. Since there may be many literals, they are counted by the units
         # that follow them.
@@ -176,7 +176,7 @@ class _Converter:
         return self._firsts[units]
 
     def _hides_end(self, node: Node, ended: Node, following: int) -> bool:
-        """Return whether `node` could also match the first character of a unit that follows the lexeme `ended`.
+        """Return whether a match of `node` could go on where a unit that follows the lexeme `ended` begins.
 
         Args:
             node: A lexeme that can begin where `ended` can begin, or `ended` itself.

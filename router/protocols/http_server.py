@@ -316,7 +316,8 @@ def _is_from_another_site(headers: Mapping[bytes, bytes]) -> bool:
 
 
 def for_pages(app: ASGIApp, origins: str) -> ASGIApp:
-    """Return the application; web pages can call it only if they are its own or from `origins`, comma-separated or `*`.
+    """Return the application; only its own web pages and those of `origins`, comma-separated or `*`, may call methods
+    other than GET, HEAD and OPTIONS.
 
     The answers to pages of `origins` have the headers (CORS) that let the pages read them.
     """

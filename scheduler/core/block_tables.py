@@ -311,7 +311,7 @@ class BlockTables:
         return retention
 
     def break_promises(self, sequence: Sequence) -> None:
-        """Release the claims on shared blocks of a sequence in its context phase; other sequences that hold the blocks
+        """Release the claims of a sequence in its context phase on shared blocks; other sequences that hold the blocks
         compute them.
         """
         self._prefix_cache.abandon(sequence.held_blocks, sequence)

@@ -87,9 +87,9 @@ def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
     """Add context chunks until the budget is used up; each client's sequences are served in the order in which they
     started.
 
-    The client with the fewest tokens is served first. Each other client then gets at most as many tokens as the first
-    one, so that the first client's step stays short. A part of the budget is reserved for the other clients, so that
-    none of them waits until the contexts of another are computed.
+    The client with the fewest tokens is served first. A part of the budget is reserved for the other clients, so that
+    none of them waits until the contexts of another are computed. Each of them gets at most as many tokens as the first
+    client, or as this part has if that is more, so that the first client's step stays short.
     """
     if not group.context:
         return

@@ -84,7 +84,7 @@ class Images:
         """Start with an empty cache.
 
         Args:
-            max_deaths: Number of workers lost while they encode an image, at which the image is refused.
+            max_deaths: An image is refused once this number of workers has been lost while encoding it.
             no_worker_timeout_s: How long an image waits if there is no worker.
             answer_timeout_s: Time within which a worker must encode an image.
         """

@@ -70,7 +70,7 @@ class KeptRequests:
         """End a request if it is running, and delete it. Raises NotFoundError if no request with this id is kept."""
         request = await self.find(request_id)
         if request is None or not request.spec.keep_ns:
-            raise NotFoundError(f"no request {request_id[:128]!r} is kept here")
+            raise NotFoundError(f"no request {request_id[:128]!r} is kept")
         expires_ns = self._engine.now_ns() + _DELETED_NS
         await self._documents.put(_key(request_id), b"", expires_ns=expires_ns)
         self._engine.handle(AbortRequested(self._engine.now_ns(), request_id))

@@ -121,7 +121,7 @@ class Batches:
         return [Batch(**json.loads(document.data)) for document in found]
 
     async def _get(self, owner: str, batch_id: str) -> tuple[Cell, Batch, int]:
-        missing = NotFoundError(f"no batch {batch_id[:64]!r} is stored here")
+        missing = NotFoundError(f"no batch {batch_id[:64]!r} was found")
         if not batch_id.startswith(BATCH_PREFIX):
             raise missing
         try:

@@ -71,7 +71,7 @@ class Files:
 
     async def get(self, owner: str, file_id: str) -> tuple[Cell, FileInfo]:
         """Return a file's description, and the cell that stores it. Raises NotFoundError if the file does not exist."""
-        missing = NotFoundError(f"no file {file_id[:64]!r} is stored here")
+        missing = NotFoundError(f"no file {file_id[:64]!r} was found")
         if not file_id.startswith(FILE_PREFIX):
             raise missing
         try:

@@ -211,7 +211,7 @@ class ResponsesApi:
 
     async def _stored(self, response_id: str) -> StoredResponse:
         """Return a response that the caller has stored. Raises NotFoundError if there is none with this id."""
-        missing = NotFoundError(f"no response {response_id[:64]!r} is stored here")
+        missing = NotFoundError(f"no response {response_id[:64]!r} was found")
         if not response_id.startswith(_PREFIX):
             raise missing
         try:
