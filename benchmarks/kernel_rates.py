@@ -1,8 +1,8 @@
 """Measure how fast one thread multiplies packed weights: `python -m benchmarks.kernel_rates`.
 
 Each result is the rate of the fastest of many runs of less than a millisecond, so other work on the machine has little
-effect. A run includes the rounding of the input, but neither checks in Python nor the allocation of the output, which a
-step of the engine does once for all layers.
+effect. A run includes the rounding of the input, but neither checks in Python nor the allocation of the output; a step
+of the engine does both once for all layers.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from midstream.model.folder import ModelFolder, open_model_folder, staging_folde
 
 GROUP = 32
 _SHARD_BYTES = 4 << 30
-# Modules in layers that are not quantized: small ones, and those from which single rows are read.
+# Modules that stay unquantized in layers: small ones, and those from which single rows are read.
 _LEFT_ALONE = re.compile(r"(embed|router|norm|shared_expert_gate)|\.gate$")
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP, "dynamic": False}
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}

@@ -12,7 +12,7 @@ from gpu_worker.batch.step import GREEDY, AdapterRef, IntArray, NewSequence, Sam
 CPU_NUM_TOKENS = 16
 # Number of decode steps of a full batch; the second step takes its tokens from the first.
 _NUM_DECODES = 2
-# Sampling parameters that cover all kernels and buffers that sampling needs; each is run with a full batch.
+# Sampling parameters that differ in which kernels run or which buffers these need; each is run with a full batch.
 _SAMPLINGS = (
     GREEDY,
     SamplingParams(),

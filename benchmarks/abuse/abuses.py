@@ -531,8 +531,8 @@ def _generate(at_once: int, num_prompt_tokens: int, max_tokens: int) -> Callable
     return lambda abuser: abuser.flood(at_once, lambda: abuser.generate(abuser.request(num_prompt_tokens, max_tokens)))
 
 
-# For each abuse whose requests are computed: as many ordinary requests, to which a client is entitled, as the service
-# computes at once during the abuse.
+# For some of the abuses: as many ordinary requests, to which a client is entitled, as the service computes at once
+# during the abuse.
 AS_ORDINARY: dict[str, Callable[[Abuser], Awaitable[None]]] = {
     "full-queue": _generate(256, 16, 200),
     "stop-words": _generate(64, 16, 200),

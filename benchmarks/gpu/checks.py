@@ -32,7 +32,7 @@ class Sizes:
         heads: (query heads, KV heads, head size) of each attention check.
         rows, hidden: Number of rows and hidden size in the checks of all other kernels.
         vocab_size: Vocabulary size in the check of sampling.
-        dtypes: Data types that the device supports.
+        dtypes: Data types to check.
     """
 
     device: torch.device

@@ -168,8 +168,8 @@ class Rows:
     def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
         """Append one token to each of `rows`; no row may occur twice."""
         lengths = self.lengths[rows]
-        # The scheduler ends a sequence at max_sequence_length at the latest; until then, the last element is
-        # overwritten.
+        # The scheduler ends a sequence at max_sequence_length at the latest; until it does, further tokens overwrite
+        # the last element.
         places = np.minimum(lengths, self.max_sequence_length - 1)
         self.tokens[rows, places] = token_ids
         self.lengths[rows] = np.minimum(lengths + 1, self.max_sequence_length)

@@ -98,7 +98,8 @@ class TierFolder:
             max_bytes: Maximum total size of files of this kind.
             max_bytes_per_s: Maximum rate of this process's writes; 0 means no limit.
             unused_s: How long other kinds are kept after their last use.
-            free_bytes: Returns how many bytes blocks may still take up; None if nothing else needs the space.
+            free_bytes: Returns how many bytes blocks may still take up, if others need space in the same file system;
+                None means that only `max_bytes` limits them.
 
         Raises:
             ConfigError: The folder cannot be used, or others can access it.

@@ -194,7 +194,7 @@ def _attention_shapes(d: DecoderDescription) -> dict[str, tuple[int, int]]:
 
 def zero_adapter(description: DecoderDescription, *, of_experts: bool = False) -> Adapter:
     """Return an adapter that adds zero to the outputs of all linear layers outside experts or, if `of_experts`, of the
-    experts of one layer; adapters of more experts would take too much memory.
+    experts of one layer; for the experts of all layers, it would take too much memory.
     """
     if of_experts:
         first, count = next(

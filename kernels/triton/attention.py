@@ -76,7 +76,9 @@ def decode_launch(group: int, head_dim: int, element_size: int) -> Launch:
 
 
 def invariant_launch(group: int, head_dim: int, element_size: int) -> Launch:
-    """Return the tile sizes for all sequences in batch-invariant attention; a program must hold two softmax states."""
+    """Return the tile sizes for all sequences in batch-invariant attention, which are small: a program must hold two
+    softmax states.
+    """
     if element_size > 2 and head_dim > 128:
         return _wide_float32_launch(group)
     if head_dim > 128 or element_size > 2:

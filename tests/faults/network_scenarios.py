@@ -105,7 +105,9 @@ async def cut_worker(machine: Machine) -> None:
 
 
 async def read(stub: Stub, first: int, flowing: asyncio.Event) -> list[int]:
-    """Read a stream and return its tokens; set `flowing` once a quarter of them have arrived."""
+    """Read a stream, check that no token is missing or duplicated, and return the tokens; set `flowing` once over a
+    quarter of them have arrived.
+    """
     received: list[int] = []
     async for response in stub.Generate(tokens([first], max_tokens=NUM_TOKENS), timeout=LIMIT_S):
         assert response.token_offset == len(received)

@@ -51,7 +51,7 @@ def test_shared_memory_is_cleared_and_used_for_small_sums(memories: list[Tensor]
     add = made[0]
     assert add._parts.tolist() == [memory.data_ptr() for memory in memories]
     assert (add._signals - add._parts).tolist() == [2 * NUM_BYTES] * 2
-    # Each rank has one signal, a turn number, for each block of 1,024 elements.
+    # The memory has one signal, a turn number, for each block of 1,024 elements and each rank.
     assert len(memories[1]) == 2 * NUM_BYTES + NUM_BYTES // 2 // 1024 * 2 * 4
     assert len(add._turns) == NUM_BYTES // 2 // 1024
     assert add.takes(torch.empty(32, 4096, dtype=torch.bfloat16))

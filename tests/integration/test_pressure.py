@@ -18,7 +18,7 @@ NUM_TOKENS = 48
 
 
 def crowd() -> list[pb.GenerateRequest]:
-    """Return 8 requests that each need 64 tokens of cache until they end, so that any two that overlap compete for
+    """Return 8 requests that each fill 64 tokens of cache before they end, so that any two that overlap compete for
     blocks.
     """
     rng = random.Random(8)

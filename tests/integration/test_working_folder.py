@@ -109,8 +109,8 @@ def test_helper_processes_import_nothing_from_there(folder: Path, monkeypatch: p
 
 
 def test_a_command_alone_imports_nothing_from_there(folder: Path) -> None:
-    """`python_command` alone prevents such imports, since another program may change the environment variables of the
-    process.
+    """`python_command` must prevent such imports without `python_environment`, since what starts the process may
+    change its environment variables.
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     command = python_command("midstream.cli", "--version")

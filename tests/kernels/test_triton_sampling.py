@@ -141,8 +141,8 @@ def test_every_last_bit_of_a_threshold_of_top_k_leaves_top_p_its_share() -> None
     rows = np.unique(fifth & 15, return_index=True)[1].tolist()
     assert len(rows) == 16
     logits = logits[rows]
-    # Each row has the seed that draws its least likely token: if fewer tokens were kept, the row would draw another
-    # one.
+    # Each row has the one of 32 seeds with which it draws the least likely token: if fewer tokens were kept, it would
+    # draw another one.
     seeds, least = [0] * 16, [-1] * 16
     for seed in range(32):
         drawn = drawn_by_worker(logits, [SamplingParams(top_k=5, top_p=0.6, seed=seed)] * 16)

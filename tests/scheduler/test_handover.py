@@ -62,7 +62,7 @@ def test_blocks_are_fetched_as_chunks_of_the_prompt_complete_them(depth: int) ->
 
 
 def backlog(depth: int = 1) -> tuple[Harness, FakeGroup, FakeGroup]:
-    """Submit "a", whose prompt fits in one step, and "b", whose prompt takes three steps more."""
+    """Submit "a", whose prompt fits in the first step, and "b", whose prompt takes three more."""
     harness, prefill, decode = apart(depth, max_num_tokens=24)
     harness.submit("a", PROMPT, 6)
     harness.submit("b", 72, 6)
