@@ -32,7 +32,7 @@ class Sizes:
         heads: (query heads, KV heads, head size) of each attention check.
         rows, hidden: Number of rows and hidden size in the checks of all other kernels.
         vocab_size: Vocabulary size in the check of sampling.
-        dtypes: Data types to check.
+        query_dtype: Data type of the queries in the checks of quantized caches.
     """
 
     device: torch.device
@@ -41,7 +41,7 @@ class Sizes:
     rows: int
     hidden: int
     vocab_size: int
-    dtypes: tuple[torch.dtype, ...]
+    query_dtype: torch.dtype
 
 
 def sizes_for(device: torch.device) -> Sizes:
@@ -54,7 +54,7 @@ def sizes_for(device: torch.device) -> Sizes:
             rows=300,
             hidden=4096,
             vocab_size=128256,
-            dtypes=(torch.bfloat16, torch.float16, torch.float32),
+            query_dtype=torch.bfloat16,
         )
     return Sizes(
         device,
@@ -63,7 +63,7 @@ def sizes_for(device: torch.device) -> Sizes:
         rows=3,
         hidden=48,
         vocab_size=700,
-        dtypes=(torch.float32, torch.float16),
+        query_dtype=torch.float32,
     )
 
 
@@ -282,7 +282,7 @@ def _check_experts(report: Report, x: Tensor, dtype: torch.dtype) -> None:
 def _check_quantized_attention(report: Report, sizes: Sizes, kv: torch.dtype, limit: float) -> None:
     """Check attention over a quantized cache; the error includes the quantization error."""
     device, heads = sizes.device, sizes.heads[0]
-    dtype = sizes.dtypes[0]
+    dtype = sizes.query_dtype
     lengths = [c for c, _ in sizes.lengths]
     whole = paged_batch(lengths, lengths, 16)
     batch = PagedBatch(

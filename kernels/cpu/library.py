@@ -105,7 +105,7 @@ class Library:
         self.has_integer_products = bind("midstream_has_integer_products", ctypes.c_bool, c_int, c_int)
         self.row_bytes = bind("midstream_row_bytes", c_int64, c_int, c_int)
         self.pack = bind("midstream_pack", None, c_int, ctypes.c_bool, c_void_p, c_int, c_int, c_void_p, c_void_p)
-        self.pool_create = bind("midstream_pool_create", c_void_p, c_int, c_void_p)
+        self.pool_create = bind("midstream_pool_create", c_void_p, c_int)
         self.pool_use_tiles = bind("midstream_pool_use_tiles", ctypes.c_bool, c_void_p)
         self.pool_destroy = bind("midstream_pool_destroy", None, c_void_p)
         self.linear = bind("midstream_linear", None, c_void_p, POINTER(LinearStruct), c_int, c_void_p, c_void_p)

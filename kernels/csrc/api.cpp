@@ -12,7 +12,7 @@ bool midstream_has_integer_products(int format, int input) {
   return has_dots(static_cast<Format>(format), static_cast<Input>(input));
 }
 
-MidstreamPool* midstream_pool_create(int num_threads, const int* cpus) { return new MidstreamPool(num_threads, cpus); }
+MidstreamPool* midstream_pool_create(int num_threads) { return new MidstreamPool(num_threads); }
 
 bool midstream_pool_use_tiles(MidstreamPool* pool) { return pool->quantized.can_use_tiles = request_tiles(); }
 

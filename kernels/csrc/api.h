@@ -23,7 +23,7 @@ int64_t midstream_row_bytes(int format, int k);  // size of a row of blocks
 // is float32 [*, k], or rows of blocks as described in kernels/cpu/linear.py.
 void midstream_pack(int format, bool has_blocks, const void* source, int n, int k, const int* row_order, void* packed);
 
-MidstreamPool* midstream_pool_create(int num_threads, const int* cpus);
+MidstreamPool* midstream_pool_create(int num_threads);
 // Makes the pool use tiles (AMX) for large matrix products; returns false and changes nothing if tiles are not available.
 bool midstream_pool_use_tiles(MidstreamPool* pool);
 void midstream_pool_destroy(MidstreamPool* pool);

@@ -4,8 +4,8 @@
 #include "linear.h"
 
 struct MidstreamPool {
-  MidstreamPool(int num_threads, const int* cpus)
-      : threads(num_threads, cpus), linear_scratch(num_threads), draw_scratch(num_threads) {}
+  explicit MidstreamPool(int num_threads)
+      : threads(num_threads), linear_scratch(num_threads), draw_scratch(num_threads) {}
   midstream::ThreadPool threads;
   std::vector<midstream::LinearScratch> linear_scratch;
   midstream::QuantizedScratch quantized;

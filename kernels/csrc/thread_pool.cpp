@@ -1,7 +1,6 @@
 #include "thread_pool.h"
 
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -15,13 +14,6 @@ constexpr uint32_t kInside = 0xffff, kOnePlace = kInside + 1;  // the two halves
 
 // The phase of this thread, which works for one pool at a time.
 thread_local uint32_t current_phase;
-
-void pin_this_thread(int cpu) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(cpu, &set);
-  sched_setaffinity(0, sizeof(set), &set);
-}
 
 }  // namespace
 
@@ -44,12 +36,10 @@ void Waiters::call(int most) {
   syscall(SYS_futex, &num_calls_, FUTEX_WAKE_PRIVATE, most, nullptr, nullptr, 0);
 }
 
-ThreadPool::ThreadPool(int num_threads, const int* cpus) : num_threads_(num_threads) {
+ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads) {
   for (int i = 1; i < num_threads; ++i) {
-    int cpu = cpus ? cpus[i - 1] : -1;
-    threads_.emplace_back([this, i, cpu] {
+    threads_.emplace_back([this, i] {
       prctl(PR_SET_NAME, "compute");
-      if (cpu >= 0) pin_this_thread(cpu);
       work(i);
     });
   }

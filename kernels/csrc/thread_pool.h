@@ -56,8 +56,8 @@ class Waiters {
 
 class ThreadPool {
  public:
-  // The caller of run() is thread 0. If `cpus` is not null, it has one processor for each of the other threads.
-  ThreadPool(int num_threads, const int* cpus);
+  // The caller of run() is thread 0.
+  explicit ThreadPool(int num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;

@@ -240,7 +240,7 @@ def paged_attention(
         launch = decode_launch(group, head_dim, q.element_size())
         shares = num_shares or _num_shares(num_kv_heads, q.device)
         if num_sequences * num_kv_heads > _MAX_ARRIVALS:
-            raise ValueError(f"{num_sequences} sequences in a step are too many")
+            raise ValueError(f"{num_sequences} sequences in a step; must be at most {_MAX_ARRIVALS // num_kv_heads}")
         num_states = (num_sequences + shares) * num_heads
         state = torch.empty(num_states, 2, device=q.device)
         block_g = triton.next_power_of_2(group)

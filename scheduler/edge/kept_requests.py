@@ -13,7 +13,7 @@ from array import array
 
 from google.protobuf.message import DecodeError
 
-from midstream.errors import NotFoundError, UnavailableError
+from midstream.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from protos import journal_pb2
 from scheduler.core.events import AbortRequested, Recovered
 from scheduler.core.request import Request, RequestState
@@ -95,7 +95,8 @@ class KeptRequests:
         """Store an ended request, encoded as `data`, unless it was deleted or had been stored before this scheduler
         started.
 
-        This is retried until it succeeds; until then the request is in the journal, but only for a limited time.
+        This is retried until it succeeds; until then the request is in the journal, but only for a limited time. A
+        request that is too large for a document is not kept.
         """
         key = _key(request.request_id)
         expires_ns = request.times.finished_ns + request.spec.keep_ns
@@ -111,6 +112,10 @@ class KeptRequests:
                 extra = {"request_id": request.request_id}
                 logger.error("cannot store a finished request now; trying again: %s", error.message, extra=extra)
                 await asyncio.sleep(_RETRY_S)
+            except InvalidArgumentError as error:
+                extra = {"request_id": request.request_id}
+                logger.error("cannot keep a finished request: %s", error.message, extra=extra)
+                return
 
     def _encode(self, request: Request) -> bytes:
         clock = self._engine.clock

@@ -99,7 +99,7 @@ void run_draw(MidstreamPool* pool) {
 }  // namespace
 
 int main() {
-  MidstreamPool* pool = midstream_pool_create(2, nullptr);
+  MidstreamPool* pool = midstream_pool_create(2);
   for (Bytes name = read_bytes(); !name.empty(); name = read_bytes()) {
     if (name[0] == 'l') run_linear(pool);
     if (name[0] == 'd') run_decoder(pool);

@@ -30,7 +30,7 @@ static bool runs_phases(ThreadPool& pool, int num_threads, int count, int num_ph
 
 int main() {
   for (int size = 1; size <= 5; ++size) {
-    ThreadPool pool(size, nullptr);
+    ThreadPool pool(size);
     for (int repeat = 0; repeat < 20; ++repeat)
       for (int count : {0, 1, 2, 7, 40})
         for (int num_threads : {1, 2, size, 9})
@@ -41,11 +41,11 @@ int main() {
     if (!runs_phases(pool, size, 40, 30)) return fail("a phase after sleep did not see the one before");
   }
   // Phases of another team on the same thread are not counted.
-  ThreadPool first(3, nullptr), second(2, nullptr);
+  ThreadPool first(3), second(2);
   for (int repeat = 0; repeat < 50; ++repeat)
     if (!runs_phases(first, 3, 9, 5) || !runs_phases(second, 2, 4, 8)) return fail("two teams got mixed up");
   // One pool ends while its threads sleep; the threads of another pool were never needed.
-  ThreadPool idle(4, nullptr);
+  ThreadPool idle(4);
   std::puts("done");
   return 0;
 }

@@ -127,6 +127,20 @@ async def test_a_kept_request_expires(tmp_path: Path) -> None:
         assert await read(scheduler, "a") == ([], grpc.StatusCode.NOT_FOUND.value[0])
 
 
+async def test_a_request_that_is_too_large_for_a_document_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("scheduler.journal.documents.MAX_DOCUMENT_BYTES", 1000)
+    async with run_scheduler(**settings(tmp_path)) as scheduler:
+        await scheduler.worker()
+        await scheduler.submit("large", [1, 2, 3], keep_s=600, attachment=bytes(1000), detached=True)
+        await scheduler.submit("small", [1, 2, 3], keep_s=600, detached=True)
+        await until(lambda: "cannot keep a finished request" in caplog.text)
+        await until(lambda: forgotten(scheduler, "large") and forgotten(scheduler, "small"))
+        assert (await read(scheduler, "large"))[1] == grpc.StatusCode.NOT_FOUND.value[0]
+        assert (await read(scheduler, "small"))[1] == 0
+
+
 async def test_a_stop_word_in_a_restored_request_is_accepted(tmp_path: Path) -> None:
     """No detokenizer had read the request before, so it continued to its maximum length."""
     # The request must not be forgotten again between the read and the stop word.
