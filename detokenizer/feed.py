@@ -261,7 +261,7 @@ class FeedPool:
         stream.fail(error)
 
     def _set_targets(self, targets: list[str]) -> None:
-        for target in set(self.feeds) - set(targets):
+        for target in [target for target in self.feeds if target not in targets]:
             self.feeds.pop(target).close()
             self._tasks.pop(target).cancel()
         for target in targets:

@@ -312,7 +312,7 @@ class Cells:
         return was_running
 
     def _set_targets(self, targets: list[str]) -> None:
-        for target in set(self.cells) - set(targets):
+        for target in [target for target in self.cells if target not in targets]:
             task = asyncio.create_task(_leave(self.cells.pop(target)))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)

@@ -166,7 +166,7 @@ class DetokenizerPool:
         return Attachment(link, link.attach(stream))
 
     def _set_targets(self, targets: list[str]) -> None:
-        for target in set(self.links) - set(targets):
+        for target in [target for target in self.links if target not in targets]:
             # The streams of the removed link fail when its task ends.
             del self.links[target]
             self._tasks.pop(target).cancel()

@@ -41,7 +41,7 @@ class RequestLog:
         self.is_over = False
         self.is_awaited = False
         self.num_expected = 0
-        self.readers: set[Attachment] = set()
+        self.readers: dict[Attachment, None] = {}  # in the order of their attachment, so that runs are reproducible
 
 
 class Attachment:
@@ -261,7 +261,7 @@ class DetokenizerFeed:
         attachment = Attachment(self, stream, log)
         self._attachments[stream] = attachment
         self.num_attached_total += 1
-        log.readers.add(attachment)
+        log.readers[attachment] = None
         log.num_expected = max(log.num_expected - 1, 0)
         self._hub.on_attach(request_id)
         self.mark(attachment)
@@ -275,7 +275,7 @@ class DetokenizerFeed:
         """Stop feeding a request; ignore unknown streams."""
         attachment = self._attachments.pop(stream, None)
         if attachment is not None:
-            attachment.log.readers.discard(attachment)
+            attachment.log.readers.pop(attachment, None)
             attachment.log.is_awaited = False
             self.dirty.pop(attachment, None)
             self._hub.on_detach(attachment.log.request)
