@@ -249,7 +249,13 @@ MESSAGES: Table = {
 RESPONSES: Table = {
     "model": ("works", "the served model, or a loaded adapter"),
     "input": ("works", "text, or items"),
-    "input.type": ("works", "message, reasoning, function and custom tool calls and their outputs; others are refused"),
+    "input.type": (
+        "works",
+        (
+            "message, reasoning, function and custom tool calls and their outputs, and item_reference to an item of a "
+            "stored response; others are refused"
+        ),
+    ),
     "input.role": ("works", "developer becomes system if the template does not support it"),
     "input.content": ("works", "text, including the text of reasoning items, and images"),
     "input.content.type": ("works", "text, input_image; others are refused"),
@@ -261,7 +267,7 @@ RESPONSES: Table = {
     "input.content.image_url": ("works", "a data URL"),
     "input.content.file_id": ("refused", "use a data URL"),
     "input.content.detail": ("ignored", "the model's image processor decides"),
-    "input.id": ("ignored", "items are identified by their contents"),
+    "input.id": ("ignored", "items are identified by their contents, except in an item_reference"),
     "input.status": ("ignored", "from an earlier response"),
     "input.phase": ("ignored", "not supported by templates"),
     "input.caller": ("ignored", "only the model calls tools"),
@@ -360,6 +366,7 @@ RESPONSES: Table = {
 RESPONSES_TYPES: Types = {
     "input": (
         "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
+        "item_reference",
     ),
     "input.content": ("input_text", "output_text", "text", "refusal", "reasoning_text", "input_image"),
     "input.output": ("input_text", "output_text", "text", "refusal", "input_image"),

@@ -27,6 +27,7 @@ from router.pipeline.request_checks import check_model
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel, SequenceReader
 from router.protocols.fields import ignored_header
+from router.protocols.openai.body import Body
 from router.protocols.openai.endpoints import (
     Endpoint,
     error_response,
@@ -39,7 +40,7 @@ from router.protocols.openai.endpoints import (
 )
 from router.protocols.openai.errors import error_body
 from router.protocols.openai.models import Models
-from router.protocols.responses.items import Item
+from router.protocols.responses.items import Item, owner_of, references
 from router.protocols.responses.request import ResponseJob, previous_id, read_response
 from router.protocols.responses.stored import read_stored
 from router.protocols.responses.writer import Fields, ResponseWriter, Status
@@ -114,7 +115,7 @@ class ResponsesApi:
     async def _create(self, request: Request) -> Response:
         if self._front.draining.is_set():
             raise UnavailableError("this router is draining")
-        body = await self._bodies.read(request, lambda body: body)
+        body = await self._with_references(await self._bodies.read(request, lambda body: body))
         context = await self._context(previous_id(body))
         job = read_response(body, self._chat, context)
         native = job.conversation.request
@@ -130,7 +131,7 @@ class ResponsesApi:
         return _Reply(self, stored, native)
 
     async def _count(self, request: Request) -> Response:
-        body = await self._bodies.read(request, lambda body: body)
+        body = await self._with_references(await self._bodies.read(request, lambda body: body))
         context = await self._context(previous_id(body))
         job = read_response(body, self._chat, context)
         native = job.conversation.request
@@ -173,15 +174,7 @@ class ResponsesApi:
         query = request.query_params
         stored = await self._stored(request.path_params["response_id"])
         limit = page_limit(query, _LISTED, _MAX_LISTED)
-        own = stored.response_id.removeprefix(_PREFIX)
-        items: list[Item] = []
-        known: set[object] = set()
-        for index, item in enumerate(stored.job.items):
-            # A client may send an item twice with the same id, but ids must be unique for paging.
-            item_id = item.get("id")
-            item_id = item_id if item_id and item_id not in known else f"msg_{own}_in_{index}"
-            known.add(item_id)
-            items.append(_listed(item, item_id))
+        items = _input_of(stored)
         if not is_ascending(query):
             items.reverse()
         after = query.get("after")
@@ -208,6 +201,37 @@ class ResponsesApi:
         # A call that was cut off cannot be answered, and its arguments are not JSON.
         output = (item for item in writer.items if item["status"] == "completed" or item["type"] not in _CALLS)
         return [*stored.context, *stored.job.items, *output]
+
+    async def _with_references(self, body: Body) -> Body:
+        """Return a body in which the referenced items replace the references to them, so that the new response does not
+        depend on the responses that have these items.
+        """
+        found = list(references(body))
+        if not found:
+            return body
+        items = body.array("input").copy()
+        known: dict[str, dict[object, Item]] = {}
+        for index, item_id, path in found:
+            owner = owner_of(item_id)
+            if owner not in known:
+                known[owner] = await self._items_of(_PREFIX + owner, path)
+            if item_id not in known[owner]:
+                raise NotFoundError(f"no item {item_id[:64]!r} was found; only stored responses have items", field=path)
+            items[index] = known[owner][item_id]
+        return Body({**body.fields, "input": items})
+
+    async def _items_of(self, response_id: str, field: str) -> dict[object, Item]:
+        """Return the input and output items of a response, by id; none if the response is not stored. Raises
+        InvalidArgumentError, with `field`, if the response has not ended.
+        """
+        try:
+            stored = await self._stored(response_id)
+        except NotFoundError:
+            return {}
+        if not stored.has_finished:
+            raise InvalidArgumentError("is an item of a response that has not ended yet", field=field)
+        writer = await self.replay(stored)
+        return {item["id"]: item for item in (*_input_of(stored), *writer.items)}
 
     async def _stored(self, response_id: str) -> StoredResponse:
         """Return a response that the caller has stored. Raises NotFoundError if there is none with this id."""
@@ -362,6 +386,20 @@ class _Reply(StreamedResponse):
         if new:
             self._last = int(str(new[-1]["sequence_number"]))
             await events.write("".join(f"event: {event['type']}\ndata: {dump(event)}\n\n" for event in new))
+
+
+def _input_of(stored: StoredResponse) -> list[Item]:
+    """Return the input items of a response as they appear in lists."""
+    own = stored.response_id.removeprefix(_PREFIX)
+    items: list[Item] = []
+    known: set[object] = set()
+    for index, item in enumerate(stored.job.items):
+        # A client may send an item twice with the same id, but ids must be unique for paging.
+        item_id = item.get("id")
+        item_id = item_id if item_id and item_id not in known else f"msg_{own}_in_{index}"
+        known.add(item_id)
+        items.append(_listed(item, item_id))
+    return items
 
 
 def _listed(item: Item, item_id: object) -> Item:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
@@ -24,6 +25,9 @@ CUSTOM_SCHEMA: dict[str, object] = {
     "additionalProperties": False,
 }
 _ROLES = ("user", "assistant", "system", "developer")
+REFERENCE = "item_reference"
+# The id of an item of a response contains the id of the response, without its prefix.
+_ITEM_ID = re.compile(r"[a-z]+_(.+?)_(?:in_)?\d+")
 
 
 def input_items(body: Body) -> list[Body]:
@@ -37,6 +41,37 @@ def input_items(body: Body) -> list[Body]:
     if not isinstance(value, list):
         raise InvalidArgumentError("must be text or an array of items", field="input")
     return body.objects("input")
+
+
+def references(body: Body) -> Iterator[tuple[int, str, str]]:
+    """Yield the position, the id and the id's path of each input item that refers to an item of another response.
+    Raises InvalidArgumentError if a reference is invalid, or if two refer to the same item.
+    """
+    known: set[str] = set()
+    for index, item in enumerate(body.objects("input") if isinstance(body.fields.get("input"), list) else ()):
+        if not _is_reference(item.fields):
+            continue
+        item_id, path = item.text("id"), item.path("id")
+        if not item_id:
+            raise InvalidArgumentError("must be set", field=path)
+        if item_id in known:
+            raise InvalidArgumentError(f"{item_id[:64]!r} was already referred to", field=path)
+        for name in item.fields.keys() - {"type", "id"}:
+            raise InvalidArgumentError("is not a field of a reference", field=item.path(name)[:128])
+        known.add(item_id)
+        yield index, item_id, path
+
+
+def _is_reference(fields: Mapping[str, object]) -> bool:
+    """Return whether an input item is a reference, whose type may be left out."""
+    kind = fields.get("type")
+    return kind == REFERENCE or (kind is None and fields.get("role") is None and fields.get("id") is not None)
+
+
+def owner_of(item_id: str) -> str:
+    """Return the id of the response that has an item, without its prefix; empty if no response has such an item."""
+    found = _ITEM_ID.fullmatch(item_id)
+    return found[1] if found is not None else ""
 
 
 @dataclass(slots=True)

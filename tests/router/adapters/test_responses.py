@@ -188,6 +188,57 @@ async def test_a_session_with_tools_continues_by_id(cluster: Cluster, tokenizer:
         assert not requests[2].request.attachment
 
 
+async def test_a_reference_stands_for_an_item_of_a_stored_response(
+    cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer
+) -> None:
+    asked: Any = {"role": "user", "content": "Hi"}
+    first = await answered(cluster, client.responses.create(model="smollm2", input=[asked]), tokenizer.encode(TEXT))
+    (item,) = first.output
+    listed = (await client.responses.input_items.list(first.id)).data[0]
+    more: Any = {"role": "user", "content": "Go on"}
+    # The type of a reference may be left out.
+    inputs: list[Any] = [
+        [asked, item.to_dict(), more],
+        [asked, {"type": "item_reference", "id": item.id}, more],
+        [{"id": listed.id}, {"id": item.id}, more],
+    ]
+    made = []
+    for number, said in enumerate(inputs, 1):
+        call = client.responses.create(model="smollm2", input=said)
+        made.append(await answered(cluster, call, tokenizer.encode("On."), number))
+    prompts = [script.request.token_ids for script in cluster.scheduler.requests.values()]
+    assert prompts[1] == prompts[2] == prompts[3]
+    counted = await client.responses.input_tokens.count(model="smollm2", input=inputs[1])
+    assert counted.input_tokens == made[0].usage.input_tokens
+    # The new response has a copy of the item.
+    await client.responses.delete(first.id)
+    items = [entry async for entry in client.responses.input_items.list(made[1].id, order="asc")]
+    assert items[1].to_dict() == item.to_dict()
+    follow = client.responses.create(model="smollm2", input="More", previous_response_id=made[1].id)
+    assert (await answered(cluster, follow, tokenizer.encode("x."), 3)).output_text == "x."
+
+
+async def test_references_that_are_refused(cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer) -> None:
+    first = await answered(cluster, client.responses.create(model="smollm2", input="Hi"), tokenizer.encode(TEXT))
+    own = first.id.removeprefix("resp_")
+    running = await client.responses.create(model="smollm2", input="Hi", background=True)
+    reference: Any = {"type": "item_reference", "id": first.output[0].id}
+    refused: list[tuple[list[Any], int, str]] = [
+        ([{"type": "item_reference"}], 400, "input[0].id"),
+        ([reference, {"type": "item_reference", "id": "x"}], 404, "input[1].id"),
+        ([{**reference, "id": f"msg_{own}_1"}], 404, "input[0].id"),
+        ([{**reference, "id": f"rs_{own}_0"}], 404, "input[0].id"),
+        ([{**reference, "id": f"msg_{running.id.removeprefix('resp_')}_0"}], 400, "input[0].id"),
+        ([reference, reference], 400, "input[1].id"),
+        ([{**reference, "status": "completed"}], 400, "input[0].status"),
+    ]
+    for said, status, param in refused:
+        with pytest.raises(openai.APIStatusError) as raised:
+            await client.responses.create(model="smollm2", input=said)
+        assert (raised.value.status_code, getattr(raised.value, "param", None)) == (status, param)
+    await client.responses.cancel(running.id)
+
+
 def accept(cluster: Cluster, response_id: str, **fields: Any) -> None:
     """Simulate an earlier release that accepted these fields in the request of a response."""
     request = cluster.scheduler.requests[response_id].request
