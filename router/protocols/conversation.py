@@ -409,6 +409,21 @@ class SequenceReader:
         return CallBegin(event.index, event.name, event.call_id or self._call_id(event.index, event.name))
 
 
+def drop_format(request: pb.GenerateRequest, tools: Tools, name: str) -> list[str]:
+    """Remove the JSON format of the answer if a call is required, since there is no answer then; return the fields that
+    thus have no effect. Raises InvalidArgumentError if it is a regular expression or grammar.
+
+    Args:
+        name: The client's name for the format.
+    """
+    if tools.choice == "auto" or not request.HasField("guided_decoding"):
+        return []
+    if request.guided_decoding.guide_type not in _JSON_GUIDES:
+        raise InvalidArgumentError(f"requires a call, which conflicts with {name}", field="tool_choice")
+    request.ClearField("guided_decoding")
+    return [name]
+
+
 def tool_field(name: str) -> str:
     """Return the native field for the schema of a tool."""
     return f"guided_decoding.tools.{name}"

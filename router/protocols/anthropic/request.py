@@ -15,7 +15,7 @@ from router.parsers.machine import Schema
 from router.pipeline.prompt import PromptOptions
 from router.pipeline.request_checks import MAX_NAME
 from router.protocols.contents import add_image, add_text, image_names, image_of_base64
-from router.protocols.conversation import EFFORTS, ChatModel, Conversation, Tools
+from router.protocols.conversation import EFFORTS, ChatModel, Conversation, Tools, drop_format
 from router.protocols.fields import MESSAGES, MESSAGES_OPAQUE, MESSAGES_TYPES, check_fields
 from router.protocols.openai.body import Body
 from router.protocols.openai.errors import Names
@@ -160,8 +160,7 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
     if variables:
         request.chat.template_variables_json = json.dumps(variables)
     _output_format(body, request)
-    if tools.choice != "auto" and request.HasField("guided_decoding"):
-        raise InvalidArgumentError("requires a call, which conflicts with output_config.format", field="tool_choice")
+    ignored += drop_format(request, tools, "output_config.format")
     body.choice("service_tier", ("auto", "standard_only"))
     options = PromptOptions(continues_last=reading.turns[-1].role == "assistant")
     if options.continues_last:

@@ -16,7 +16,7 @@ from router.pipeline.idempotency import make_repeatable, request_id_of
 from router.pipeline.prompt import PromptOptions
 from router.pipeline.request_checks import MAX_LOG_PROBS, check_name
 from router.protocols.contents import image_names
-from router.protocols.conversation import ChatModel, Conversation, keep_prefix
+from router.protocols.conversation import ChatModel, Conversation, drop_format, keep_prefix
 from router.protocols.fields import CHAT, COMPLETIONS, check_supported
 from router.protocols.openai.body import Body, token_ids
 from router.protocols.openai.messages import chat_messages
@@ -149,9 +149,9 @@ def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
     image_fields = _fill_chat(body, request.chat, vocabulary.chat)
     names |= image_names(request, image_fields) | {"token_ids": "messages"}
     tools, schema_names = read_tools(body)
-    if tools.choice != "auto" and request.HasField("guided_decoding"):
-        reason = f"requires a call, which conflicts with {names['guided_decoding']}"
-        raise InvalidArgumentError(reason, field="tool_choice")
+    dropped = drop_format(request, tools, names.get("guided_decoding", ""))
+    if dropped:
+        del names["guided_decoding"]
     names = schema_names | names
     retention_s = read_cache_retention_s(body)
     if retention_s:
@@ -161,6 +161,7 @@ def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
     shape = ChatShape(vocabulary.spell, conversation, details, service_tier=body.text("service_tier"))
     job = _job(body, [request], shape, request.sampling.num_return_sequences or 1)
     job.conversation, job.options, job.names = conversation, options, names
+    job.ignored += dropped
     if vocabulary.chat.hides(tools):
         job.ignored.append("tools")
     if vocabulary.chat.ignores_strict(tools):

@@ -10,7 +10,7 @@ from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
 from router.parsers.machine import Schema
 from router.protocols.contents import image_names
-from router.protocols.conversation import ChatModel, Conversation, Tools, keep_prefix
+from router.protocols.conversation import ChatModel, Conversation, Tools, drop_format, keep_prefix
 from router.protocols.fields import RESPONSES, RESPONSES_OPAQUE, RESPONSES_TYPES, check_fields
 from router.protocols.openai.body import Body
 from router.protocols.openai.parameters import (
@@ -110,13 +110,12 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
     ignored += _text_format(body, request)
     _refuse_values(body)
     tools, custom, schema_names = _tools(body)
+    ignored += drop_format(request, tools, "text.format")
     names |= _names(request, turns, schema_names)
     if model.hides(tools):
         ignored.append("tools")
     if model.ignores_strict(replace(tools, strict=tools.strict - custom)):
         ignored.append("tools.strict")
-    if tools.choice != "auto" and request.HasField("guided_decoding"):
-        raise InvalidArgumentError("requires a call, which conflicts with text.format", field="tool_choice")
     return ResponseJob(
         Conversation(request, tools, model),
         echo_of(body),

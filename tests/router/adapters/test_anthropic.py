@@ -559,3 +559,11 @@ def test_choices_of_tools() -> None:
         tools = read(tools=[WEATHER], tool_choice=choice).conversation.tools
         assert (tools.choice, tools.is_parallel) == (expected, False)
     assert not read(tools=[WEATHER], tool_choice={"type": "none"}).conversation.tools.schemas
+
+
+def test_a_format_has_no_effect_if_a_call_is_required() -> None:
+    output = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    job = read(tools=[WEATHER], tool_choice={"type": "any"}, output_config=output)
+    assert job.ignored == ["output_config.format"]
+    assert not job.conversation.request.HasField("guided_decoding")
+    assert job.names["guided_decoding"] == "tools[0].input_schema"

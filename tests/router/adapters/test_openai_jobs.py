@@ -184,6 +184,16 @@ def test_only_allowed_tools_are_offered() -> None:
         assert ("weather" in guide, "time" in guide) == (mode == "required", False)
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize("kind", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}])
+def test_a_format_of_the_answer_has_no_effect_if_a_call_is_required(choice: object, kind: dict[str, object]) -> None:
+    job = chat(tools=TOOLS, tool_choice=choice, response_format=kind)
+    assert job.ignored == ["response_format"]
+    assert job.requests[0].guided_decoding == chat(tools=TOOLS, tool_choice=choice).requests[0].guided_decoding
+    assert job.names["guided_decoding"] == "tools[0].function.parameters"
+    assert chat(tools=TOOLS, tool_choice=choice, response_format={"type": "text"}).ignored == []
+
+
 def allowed(name: str, **fields: object) -> dict[str, object]:
     tool = {"type": "function", "function": {"name": name}}
     return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [tool], **fields}}
@@ -203,7 +213,7 @@ def allowed(name: str, **fields: object) -> dict[str, object]:
             {"tools": TOOLS, "tool_choice": allowed("x", tools=[{"type": "custom"}])},
             "tool_choice.allowed_tools.tools[0].type",
         ),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters"),

@@ -466,6 +466,14 @@ def test_an_input_may_end_with_the_assistant_unless_it_calls_a_tool() -> None:
         assert raised.value.field == field
 
 
+def test_a_format_has_no_effect_if_a_call_is_required() -> None:
+    fields: dict[str, Any] = {"input": "Hi", "tools": TOOLS[:1], "tool_choice": "required"}
+    job = read_response(Body({**fields, "text": {"format": {"type": "json_object"}}}), ChatModel())
+    assert job.ignored == ["text.format"]
+    assert not job.conversation.request.HasField("guided_decoding")
+    assert job.names["guided_decoding"] == "tools[0].parameters"
+
+
 async def test_a_list_of_input_items_ends_although_two_have_the_same_id(
     cluster: Cluster, client: openai.AsyncOpenAI
 ) -> None:
