@@ -271,7 +271,7 @@ RESPONSES: Table = {
     "input.status": ("ignored", "from an earlier response"),
     "input.phase": ("ignored", "not supported by templates"),
     "input.caller": ("ignored", "only the model calls tools"),
-    "input.namespace": ("refused", "namespaces are not offered to the model"),
+    "input.namespace": ("works", "of the called tool"),
     "input.async": ("refused", ""),
     "input.call_id": ("works", ""),
     "input.name": ("works", ""),
@@ -313,7 +313,7 @@ RESPONSES: Table = {
     "text.format.strict": ("ignored", "schemas are always enforced"),
     "text.verbosity": ("refused", "only medium is supported"),
     "tools": ("works", "client tools"),
-    "tools.type": ("works", "function, and custom with text; web_search and namespace are omitted, others refused"),
+    "tools.type": ("works", "function, custom with text, and namespace; web_search is omitted, others refused"),
     "tools.name": ("works", ""),
     "tools.description": ("works", ""),
     "tools.parameters": ("works", ""),
@@ -323,7 +323,23 @@ RESPONSES: Table = {
     "tools.allowed_callers": ("refused", "only direct is supported"),
     "tools.defer_loading": ("refused", ""),
     "tools.async": ("refused", ""),
-    "tools.tools": ("ignored", "namespaces are not offered to the model"),
+    "tools.tools": (
+        "works",
+        (
+            "of a namespace; the model sees `NAMESPACE__NAME`, and the namespace's description before that of its "
+            "first tool"
+        ),
+    ),
+    "tools.tools.type": ("works", "function, and custom with text; others are refused"),
+    "tools.tools.name": ("works", ""),
+    "tools.tools.description": ("works", ""),
+    "tools.tools.parameters": ("works", ""),
+    "tools.tools.strict": ("works", "in formats with a grammar"),
+    "tools.tools.format": ("refused", "only text is supported"),
+    "tools.tools.output_schema": ("ignored", "not supported by templates"),
+    "tools.tools.allowed_callers": ("refused", "only direct is supported"),
+    "tools.tools.defer_loading": ("refused", ""),
+    "tools.tools.async": ("refused", ""),
     "tools.external_web_access": ("ignored", "web search is not offered to the model"),
     "tools.filters": ("ignored", "web search is not offered to the model"),
     "tools.search_context_size": ("ignored", "web search is not offered to the model"),
@@ -371,6 +387,7 @@ RESPONSES_TYPES: Types = {
     "input.content": ("input_text", "output_text", "text", "refusal", "reasoning_text", "input_image"),
     "input.output": ("input_text", "output_text", "text", "refusal", "input_image"),
     "tools": ("function", "custom", "web_search", "namespace"),
+    "tools.tools": ("function", "custom"),
     "tool_choice": ("function", "custom", "allowed_tools"),
 }  # fmt: skip
 MESSAGES_TYPES: Types = {
@@ -435,7 +452,6 @@ RESPONSES_OPAQUE = (
     "tools.output_schema",
     "tools.filters",
     "tools.user_location",
-    "tools.tools",
     "prompt_cache_breakpoint",
     "input.caller",
     "client_metadata",
@@ -460,10 +476,12 @@ _DEFAULTS: Mapping[str, Sequence[object]] = {
     "speed": ("standard",),
     "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "tools.allowed_callers": (["direct"],),
+    "tools.tools.allowed_callers": (["direct"],),
     "text.verbosity": ("medium",),
     "reasoning.mode": ("standard",),
     "truncation": ("disabled",),
     "tools.format": ({"type": "text"},),
+    "tools.tools.format": ({"type": "text"},),
 }
 TABLES: dict[str, Table] = {
     "/v1/completions": COMPLETIONS,

@@ -81,6 +81,7 @@ class StoredResponse:
             head,
             is_background=job.is_background,
             custom_tools=job.custom_tools,
+            namespaces=job.namespaces,
             shows_hidden=job.shows_hidden,
         )
 

@@ -68,6 +68,11 @@ def _is_reference(fields: Mapping[str, object]) -> bool:
     return kind == REFERENCE or (kind is None and fields.get("role") is None and fields.get("id") is not None)
 
 
+def full_name(namespace: str, name: str) -> str:
+    """Return the name under which the model sees a tool; `namespace` is empty if the tool has none."""
+    return f"{namespace}__{name}" if namespace else name
+
+
 def owner_of(item_id: str) -> str:
     """Return the id of the response that has an item, without its prefix; empty if no response has such an item."""
     found = _ITEM_ID.fullmatch(item_id)
@@ -173,7 +178,7 @@ class Turns:
         if not name:
             raise InvalidArgumentError("must be set", field=item.path("name"))
         turn = self._assistant()
-        function = {"name": name, "arguments": arguments}
+        function = {"name": full_name(item.text("namespace") or "", name), "arguments": arguments}
         call_id = _call_id(item)
         self._has_output[call_id] = False
         self._calls.append({"id": call_id, "type": "function", "function": function})

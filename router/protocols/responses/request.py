@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
@@ -21,14 +21,13 @@ from router.protocols.openai.parameters import (
     read_client_id,
 )
 from router.protocols.openai.tools import check_new_tool, schema_names
-from router.protocols.responses.items import CUSTOM_SCHEMA, Item, Turns, input_items
+from router.protocols.responses.items import CUSTOM_SCHEMA, Item, Turns, full_name, input_items
 
 _MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 
 
-# Tools that clients send by default and that are not offered to the model: the server's web search, and groups of
-# functions.
-_LEFT_OUT = ("web_search", "namespace")
+# A tool that clients send by default and that is not offered to the model.
+_LEFT_OUT = "web_search"
 # Values of `include`; all but the first have no effect here.
 _INCLUDABLE = (
     "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
@@ -44,6 +43,7 @@ class ResponseJob:
     Attributes:
         echo: Fields of the response that repeat fields of the request.
         custom_tools: Names of tools whose input is free text.
+        namespaces: For each tool of a namespace, by the name that the model sees, the namespace and its name there.
         is_stored: Whether the response can be retrieved and continued.
         is_background: Whether it continues when its client disconnects.
         shows_hidden: Whether reasoning items have `encrypted_content`.
@@ -55,6 +55,7 @@ class ResponseJob:
     echo: dict[str, object]
     items: list[Item]
     custom_tools: frozenset[str]
+    namespaces: Mapping[str, tuple[str, str]]
     is_stream: bool
     is_stored: bool
     is_background: bool
@@ -109,18 +110,20 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
         request.chat.template_variables_json = json.dumps(variables)
     ignored += _text_format(body, request)
     _refuse_values(body)
-    tools, custom, schema_names = _tools(body)
+    offer = _Offer()
+    tools, schema_names = _tools(body, offer)
     ignored += drop_format(request, tools, "text.format")
     names |= _names(request, turns, schema_names)
     if model.hides(tools):
         ignored.append("tools")
-    if model.ignores_strict(replace(tools, strict=tools.strict - custom)):
+    if model.ignores_strict(replace(tools, strict=tools.strict - offer.custom)):
         ignored.append("tools.strict")
     return ResponseJob(
         Conversation(request, tools, model),
         echo_of(body),
         [item.fields for item in items],
-        custom,
+        frozenset(offer.custom),
+        offer.namespaces,
         bool(body.flag("stream")),
         is_stored,
         is_background,
@@ -185,40 +188,78 @@ def _refuse_values(body: Body) -> None:
         raise InvalidArgumentError(reason, field="metadata")
 
 
-def _tools(body: Body) -> tuple[Tools, frozenset[str], dict[str, str]]:
-    """Return the tools of a body, the names of the tools whose input is free text, and the client's names for the
-    native fields that contain their schemas.
+@dataclass(slots=True)
+class _Offer:
+    """The tools of a body, by the name that the model sees.
+
+    Attributes:
+        paths: The client's field of each tool's schema.
     """
-    schemas: dict[str, Schema] = {}
-    definitions: dict[str, object] = {}
-    paths: dict[str, str] = {}
-    strict, custom = set(), set()
-    for tool in body.objects("tools"):
-        kind, name = tool.text("type"), tool.text("name")
-        if kind in _LEFT_OUT:
-            continue
+
+    schemas: dict[str, Schema] = field(default_factory=dict)
+    definitions: dict[str, object] = field(default_factory=dict)
+    paths: dict[str, str] = field(default_factory=dict)
+    strict: set[str] = field(default_factory=set)
+    custom: set[str] = field(default_factory=set)
+    namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def add_all(self, body: Body) -> None:
+        """Add the tools of a body, and those of its namespaces."""
+        for tool in body.objects("tools"):
+            kind = tool.text("type")
+            if kind == "namespace":
+                self._add_namespace(tool)
+            elif kind != _LEFT_OUT:
+                self._add(tool)
+
+    def known(self, name: str) -> str:
+        """Return the name that the model sees for the client's name of a tool, which may lack the namespace."""
+        found = [full for full, (_, own) in self.namespaces.items() if own == name]
+        return found[0] if name not in self.schemas and len(found) == 1 else name
+
+    def _add_namespace(self, body: Body) -> None:
+        namespace, description = body.text("name"), body.text("description") or ""
+        if not namespace:
+            raise InvalidArgumentError("must be set", field=body.path("name"))
+        for tool in body.objects("tools"):
+            # The model reads the description of the namespace once, before that of its first tool.
+            self._add(tool, namespace, description)
+            description = ""
+
+    def _add(self, tool: Body, namespace: str = "", preface: str = "") -> None:
+        kind, own_name = tool.text("type"), tool.text("name")
         if kind not in ("function", "custom"):
             raise UnsupportedError("only function and custom are supported", field=tool.path("type"))
-        if not name:
+        if not own_name:
             raise InvalidArgumentError("must be set", field=tool.path("name"))
-        check_new_tool(name, schemas, tool.path("name"))
+        name = full_name(namespace, own_name)
+        check_new_tool(name, self.schemas, tool.path("name"))
         schema = tool.get("parameters") or {"type": "object"}
         if kind == "custom":
             schema = CUSTOM_SCHEMA
-            custom.add(name)
+            self.custom.add(name)
         if not isinstance(schema, dict):
             raise InvalidArgumentError("must be an object", field=tool.path("parameters"))
-        schemas[name], paths[name] = schema, tool.path("parameters")
-        function = {"name": name, "description": tool.text("description") or "", "parameters": schema}
-        definitions[name] = {"type": "function", "function": function}
+        self.schemas[name], self.paths[name] = schema, tool.path("parameters")
+        description = "\n\n".join(filter(None, (preface, tool.text("description"))))
+        function = {"name": name, "description": description, "parameters": schema}
+        self.definitions[name] = {"type": "function", "function": function}
         if tool.flag("strict") or kind == "custom":
-            strict.add(name)
+            self.strict.add(name)
+        if namespace:
+            self.namespaces[name] = (namespace, own_name)
+
+
+def _tools(body: Body, offer: _Offer) -> tuple[Tools, dict[str, str]]:
+    """Return the tools of a body, and the client's names for the native fields that contain their schemas."""
+    offer.add_all(body)
     is_parallel = body.flag("parallel_tool_calls") is not False
-    tools = _chosen(body, Tools(schemas, definitions, strict=frozenset(strict), is_parallel=is_parallel))
-    return tools, frozenset(custom), schema_names(tools, paths)
+    tools = Tools(offer.schemas, offer.definitions, strict=frozenset(offer.strict), is_parallel=is_parallel)
+    tools = _chosen(body, tools, offer)
+    return tools, schema_names(tools, offer.paths)
 
 
-def _chosen(body: Body, tools: Tools) -> Tools:
+def _chosen(body: Body, tools: Tools, offer: _Offer) -> Tools:
     """Return the tools after applying tool_choice."""
     value = body.get("tool_choice")
     if value in (None, "auto"):
@@ -235,11 +276,11 @@ def _chosen(body: Body, tools: Tools) -> Tools:
     kind = choice.text("type")
     if kind == "allowed_tools":
         mode = choice.choice("mode", ("auto", "required")) or "auto"
-        allowed = {tool.text("name") or "" for tool in choice.objects("tools")}
+        allowed = {offer.known(tool.text("name") or "") for tool in choice.objects("tools")}
         return tools.allow(allowed, "required" if mode == "required" else "auto", "tool_choice.tools")
     if kind not in ("function", "custom"):
         raise UnsupportedError("only function, custom and allowed_tools are supported", field="tool_choice.type")
-    return tools.require(choice.text("name") or "", "tool_choice.name")
+    return tools.require(offer.known(choice.text("name") or ""), "tool_choice.name")
 
 
 def echo_of(body: Body) -> dict[str, object]:

@@ -40,6 +40,7 @@ class ResponseWriter:
         *,
         is_background: bool = False,
         custom_tools: frozenset[str] = frozenset(),
+        namespaces: Mapping[str, tuple[str, str]] | None = None,
         shows_hidden: bool = False,
     ) -> None:
         """Begin a response.
@@ -48,6 +49,7 @@ class ResponseWriter:
             head: Constant fields of the response.
             is_background: Whether the response was queued first.
             custom_tools: Names of tools whose input is free text.
+            namespaces: For each tool of a namespace, by the name that the model sees, the namespace and its name there.
             shows_hidden: Whether reasoning items have `encrypted_content`.
         """
         self.items: list[Item] = []
@@ -56,6 +58,7 @@ class ResponseWriter:
         self._head = head
         self._is_background = is_background
         self._custom_tools = custom_tools
+        self._namespaces = namespaces or {}
         self._shows_hidden = shows_hidden
         self._pieces = Pieces()
         self._text = ""  # text of the open item
@@ -84,6 +87,8 @@ class ResponseWriter:
                 events += self._close()
                 is_custom = event.name in self._custom_tools
                 call: Item = {"call_id": event.call_id, "name": event.name}
+                if event.name in self._namespaces:
+                    call["namespace"], call["name"] = self._namespaces[event.name]
                 kind, text = ("custom_tool_call", "input") if is_custom else ("function_call", "arguments")
                 events += self._open(kind, {**call, text: ""})
             elif isinstance(event, CallArguments):

@@ -390,7 +390,12 @@ def reasoning(**fields: object) -> dict[str, object]:
 
 FLAT = {"type": "function", "name": "f", "parameters": SCHEMA}
 BOTH = {"tools": [FLAT, {**FLAT, "name": "g"}]}
+GROUP = {"type": "namespace", "name": "n", "description": "d"}
 FORMAT = {"format": {"type": "json_schema", "schema": SCHEMA}}
+
+
+def grouped(**fields: object) -> dict[str, object]:
+    return {"tools": [{**GROUP, "tools": [{**FLAT, **fields}]}]}
 
 
 def json_text(**fields: object) -> dict[str, object]:
@@ -421,7 +426,7 @@ RESPONSES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "input.status": (items(said()), items(said(status="completed"))),
     "input.phase": (items(said()), items(said(phase="commentary"))),
     "input.caller": (items(called()), items(called(caller={"type": "direct"}))),
-    "input.namespace": ({}, items(called(namespace="n"))),
+    "input.namespace": (items(called()), items(called(namespace="n"))),
     "input.async": ({}, items(called(**{"async": True}))),
     "input.call_id": (items(called()), items(called(call_id="d"))),
     "input.name": (items(called()), items(called(name="g"))),
@@ -488,7 +493,17 @@ RESPONSES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tools.filters": ({}, {"tools": [{"type": "web_search", "filters": {"allowed_domains": ["x"]}}]}),
     "tools.search_context_size": ({}, {"tools": [{"type": "web_search", "search_context_size": "low"}]}),
     "tools.user_location": ({}, {"tools": [{"type": "web_search", "user_location": {"city": "Oslo"}}]}),
-    "tools.tools": ({}, {"tools": [{"type": "namespace", "name": "n", "tools": [FLAT]}]}),
+    "tools.tools": ({}, grouped()),
+    "tools.tools.type": (grouped(), {"tools": [{**GROUP, "tools": [{"type": "custom", "name": "f"}]}]}),
+    "tools.tools.name": (grouped(), grouped(name="g")),
+    "tools.tools.description": (grouped(), grouped(description="x")),
+    "tools.tools.parameters": (grouped(), grouped(parameters={"type": "object"})),
+    "tools.tools.strict": (grouped(), grouped(strict=True)),
+    "tools.tools.format": ({}, grouped(type="custom", format={"type": "grammar"})),
+    "tools.tools.output_schema": (grouped(), grouped(output_schema={"type": "string"})),
+    "tools.tools.allowed_callers": ({}, grouped(allowed_callers=["programmatic"])),
+    "tools.tools.defer_loading": ({}, grouped(defer_loading=True)),
+    "tools.tools.async": ({}, grouped(**{"async": True})),
     "tools.external_web_access": ({}, {"tools": [{"type": "web_search", "external_web_access": True}]}),
     "tool_choice": ({"tools": [FLAT]}, {"tools": [FLAT], "tool_choice": "required"}),
     "tool_choice.type": (BOTH, {**BOTH, "tool_choice": {"type": "function", "name": "f"}}),

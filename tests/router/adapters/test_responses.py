@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import ResponseInputTextParam
 
-from midstream.errors import InvalidArgumentError
+from midstream.errors import InvalidArgumentError, UnsupportedError
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from router.protocols.conversation import ChatModel
@@ -216,6 +216,75 @@ async def test_a_reference_stands_for_an_item_of_a_stored_response(
     assert items[1].to_dict() == item.to_dict()
     follow = client.responses.create(model="smollm2", input="More", previous_response_id=made[1].id)
     assert (await answered(cluster, follow, tokenizer.encode("x."), 3)).output_text == "x."
+
+
+GROUP: dict[str, Any] = {
+    "type": "namespace",
+    "name": "sky",
+    "description": "About the sky.",
+    "tools": [TOOLS[0], {"type": "custom", "name": "say", "description": "Speaks."}],
+}
+
+
+async def test_tools_of_a_namespace_are_called_by_their_own_names(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    asked: dict[str, Any] = {"model": "smollm2", "tools": [TOOLS[0], GROUP]}
+    async with client_of(await router_of(cluster, TRANSCRIPTS["hermes"])) as client:
+        written = "".join(
+            f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>\n"
+            for name, arguments in (("sky__weather", {"city": "Oslo"}), ("sky__say", {"input": "Hi"}), ("weather", {}))
+        )
+        create = client.responses.create(input="Weather?", **asked)
+        response = await answered(cluster, create, tokenizer.encode(written))
+        calls = [(item.type, getattr(item, "namespace", None), item.name) for item in response.output]
+        assert calls == [
+            ("function_call", "sky", "weather"),
+            ("custom_tool_call", "sky", "say"),
+            ("function_call", None, "weather"),
+        ]
+        events = await events_of(client, response.id)
+        shown = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        assert [(item.get("namespace"), item["name"]) for item in shown] == [call[1:] for call in calls]
+        # In the next prompt, the calls have the names that the model wrote.
+        outputs: list[Any] = [
+            {"type": item.type + "_output", "call_id": item.call_id, "output": "x"} for item in response.output
+        ]
+        items = [*(item.to_dict() for item in response.output), *outputs]
+        job = read_response(Body({**asked, "input": items}), ChatModel())
+        (turn, *_) = job.conversation.request.chat.messages
+        names = [call["function"]["name"] for call in json.loads(turn.tool_calls_json)]
+        assert names == ["sky__weather", "sky__say", "weather"]
+        tools = json.loads(job.conversation.request.chat.tools_json)
+        described = [(tool["function"]["name"], tool["function"]["description"]) for tool in tools]
+        assert described == [("weather", "d"), ("sky__weather", "About the sky.\n\nd"), ("sky__say", "Speaks.")]
+
+
+def test_a_tool_of_a_namespace_is_chosen_by_its_own_name() -> None:
+    for tools, name, found in (
+        ([GROUP], "weather", "sky__weather"),
+        ([GROUP], "sky__weather", "sky__weather"),
+        ([TOOLS[0], GROUP], "weather", "weather"),
+    ):
+        for choice in (
+            {"type": "function", "name": name},
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": name}]},
+        ):
+            body = Body({"input": "Hi", "tools": tools, "tool_choice": choice})
+            chosen = read_response(body, ChatModel()).conversation.tools
+            assert ([chosen.named] if chosen.choice == "named" else list(chosen.schemas)) == [found]
+    wrong: list[tuple[list[Any], str]] = [
+        ([GROUP, {**GROUP, "name": "sea"}], "tool_choice.name"),
+        ([GROUP, GROUP], "tools[1].tools[0].name"),
+        ([{**GROUP, "name": ""}], "tools[0].name"),
+        ([{**GROUP, "tools": [{"type": "function"}]}], "tools[0].tools[0].name"),
+        ([{**GROUP, "tools": [{"type": "web_search"}]}], "tools[0].tools[0].type"),
+        ([{**GROUP, "tools": [{**TOOLS[0], "parameters": [1]}]}], "tools[0].tools[0].parameters"),
+        ([{**GROUP, "tools": [{**TOOLS[0], "colour": 1}]}], "tools[0].tools[0].colour"),
+    ]
+    for tools, path in wrong:
+        body = Body({"input": "Hi", "tools": tools, "tool_choice": {"type": "function", "name": "weather"}})
+        with pytest.raises((InvalidArgumentError, UnsupportedError)) as raised:
+            read_response(body, ChatModel())
+        assert raised.value.field == path
 
 
 async def test_references_that_are_refused(cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer) -> None:
