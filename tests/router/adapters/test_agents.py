@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import shutil
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -108,8 +109,24 @@ def tool_call(name: str, **arguments: object) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-async def test_codex(cluster: Cluster, tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def run_codex(url: str, folder: Path, **settings: object) -> str:
+    """Run Codex with a router's HTTP address and more settings; return its output."""
     codex = needed("codex")
+    settings = {
+        "model": "smollm2",
+        "model_provider": "here",
+        "model_providers.here.name": "here",
+        "model_providers.here.base_url": url + "/v1",
+        "model_providers.here.wire_api": "responses",
+        **settings,
+    }
+    flags = [part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}")]
+    flags += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    return await run(codex, "exec", *flags, ASKED, folder=folder)
+
+
+async def test_codex(cluster: Cluster, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    needed("codex")
 
     def call(prompt: str) -> str:
         if '"exec_command"' in prompt:
@@ -117,18 +134,44 @@ async def test_codex(cluster: Cluster, tokenizer: Tokenizer, tmp_path: Path) -> 
         return tool_call("shell", command=["cat", "note.txt"])
 
     async with scripted_model(cluster, tokenizer, call) as url:
-        settings = {
-            "model": "smollm2",
-            "model_provider": "here",
-            "model_providers.here.name": "here",
-            "model_providers.here.base_url": url + "/v1",
-            "model_providers.here.wire_api": "responses",
-        }
-        flags = [part for name, value in settings.items() for part in ("-c", f'{name}="{value}"')]
-        flags += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-        printed = await run(codex, "exec", *flags, ASKED, folder=tmp_path)
+        printed = await run_codex(url, tmp_path)
     assert printed.strip().endswith(ANSWER), printed
     assert len(cluster.scheduler.requests) == 2
+
+
+# An MCP server with one tool, which returns its argument and a secret.
+MCP_SERVER = f"""
+import json, sys
+TOOL = {{"name": "read", "description": "Reads.", "inputSchema": {{"type": "object"}}}}
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    params = asked.get("params", {{}})
+    result = {{
+        "initialize": lambda: {{
+            "protocolVersion": params["protocolVersion"],
+            "capabilities": {{"tools": {{}}}},
+            "serverInfo": {{"name": "files", "version": "1"}},
+        }},
+        "tools/list": lambda: {{"tools": [TOOL]}},
+        "tools/call": lambda: {{"content": [{{"type": "text", "text": "{SECRET} " + params["arguments"]["file"]}}]}},
+    }}.get(asked["method"], dict)()
+    print(json.dumps({{"jsonrpc": "2.0", "id": asked["id"], "result": result}}), flush=True)
+"""
+
+
+async def test_codex_with_an_mcp_server(cluster: Cluster, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    needed("codex")
+    server = tmp_path / "server.py"
+    server.write_text(MCP_SERVER)
+    call = tool_call("mcp__files__read", file="note.txt")
+    async with scripted_model(cluster, tokenizer, lambda _: call) as url:
+        settings = {"mcp_servers.files.command": sys.executable, "mcp_servers.files.args": [str(server)]}
+        printed = await run_codex(url, tmp_path, **settings)
+    assert printed.strip().endswith(ANSWER), printed
+    last = list(cluster.scheduler.requests.values())[-1].request
+    assert f"{SECRET} note.txt" in tokenizer.decode([*last.token_ids.values])
 
 
 async def test_claude_code(cluster: Cluster, tokenizer: Tokenizer, tmp_path: Path) -> None:
