@@ -346,11 +346,11 @@ RESPONSES: Table = {
     "tools.user_location": ("ignored", "web search is not offered to the model"),
     "tool_choice": ("works", "none, auto, required, a tool, or allowed_tools"),
     "tool_choice.type": ("works", ""),
-    "tool_choice.name": ("works", ""),
+    "tool_choice.name": ("works", "a tool of a namespace is also found by its own name, if no other tool has it"),
     "tool_choice.mode": ("works", ""),
     "tool_choice.tools": ("works", ""),
     "tool_choice.tools.type": ("ignored", "the name is sufficient"),
-    "tool_choice.tools.name": ("works", ""),
+    "tool_choice.tools.name": ("works", "as `tool_choice.name`"),
     "parallel_tool_calls": ("works", "if false, only the first call is returned"),
     "max_tool_calls": ("ignored", "limits calls of server tools, which are not supported"),
     "include": (
