@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from midstream.errors import ConfigError
 from midstream.model.folder import ModelFolder
 from router.parsers import deepseek, gemma, glm, harmony, hermes, invoke, kimi, llama, mistral, pythonic, qwen_coder
-from router.parsers.guides import CallGrammar
+from router.parsers.guides import CallGrammar, TaggedArguments
 from router.parsers.machine import Machine, Offer, Script
 from router.parsers.reasoning import ThinkTags, after_thinking, plain
 
@@ -48,6 +48,18 @@ def _deepseek(template: str) -> CallGrammar:
     return CallGrammar(deepseek.BEGIN, f"{call}NAME{separator}", end, "", deepseek.END)
 
 
+def _qwen_coder(template: str) -> CallGrammar:
+    style = TaggedArguments("<parameter=KEY>\n", "\n</parameter>\n")
+    return CallGrammar("<tool_call>\n", "<function=NAME>\n", "</function>", None, "\n</tool_call>", style)
+
+
+def _glm(template: str) -> CallGrammar:
+    # GLM 4.7 and later write no line breaks.
+    line = "" if "</arg_key><arg_value>" in template else "\n"
+    style = TaggedArguments(f"<arg_key>KEY</arg_key>{line}<arg_value>", f"</arg_value>{line}")
+    return CallGrammar("<tool_call>", f"NAME{line}", "", None, "</tool_call>", style)
+
+
 def _kimi(template: str) -> CallGrammar:
     opening = f"{kimi.CALL}functions.NAME:NUMBER{kimi.ARGUMENT}"
     return CallGrammar(kimi.BEGIN, opening, kimi.CALL_END, "", kimi.END)
@@ -80,7 +92,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "llama3_json": ToolFormat(llama.script, (llama.TAG,)),
     "pythonic": ToolFormat(pythonic.script, (pythonic.START, pythonic.END)),
     "mistral": ToolFormat(mistral.script, (mistral.MARK, mistral.CALL_ID, mistral.ARGS), (), _short_id, _mistral),
-    "qwen3_coder": ToolFormat(qwen_coder.script, (hermes.OPENING, hermes.CLOSING)),
+    "qwen3_coder": ToolFormat(qwen_coder.script, (hermes.OPENING, hermes.CLOSING), grammar=_qwen_coder),
     "deepseek_v3": ToolFormat(
         deepseek.script,
         (deepseek.BEGIN, deepseek.END, deepseek.CALL, deepseek.SEPARATOR, deepseek.CALL_END),
@@ -92,7 +104,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "kimi_k2": ToolFormat(
         kimi.script, (kimi.BEGIN, kimi.END, kimi.CALL, kimi.ARGUMENT, kimi.CALL_END), (kimi.BEGIN,), _kimi_id, _kimi
     ),
-    "glm45": ToolFormat(glm.script, glm.MARKS),
+    "glm45": ToolFormat(glm.script, glm.MARKS, grammar=_glm),
     "openai": ToolFormat(harmony.script, harmony.MARKS),
     "functiongemma": ToolFormat(gemma.function_gemma, gemma.FUNCTION_GEMMA, (gemma.FUNCTION_GEMMA[0],)),
     "gemma4": ToolFormat(gemma.gemma4, gemma.GEMMA4, (gemma.GEMMA4[0],)),

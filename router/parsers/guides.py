@@ -21,11 +21,26 @@ _TEXT = r"TEXT: /(.|\n)*/"
 _SPACE = r"SPACE: /\s*/"
 # White space between and after sections of calls.
 _GAP = r"GAP: /\s{0,2}/"
+_DEFINITIONS = ("$defs", "definitions")
+_MAX_REFERENCES = 16  # a reference may lead to another one
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedArguments:
+    """How a format writes arguments one by one: strings as they are, and other values as JSON.
+
+    Attributes:
+        opening: Text before a value; KEY stands for the argument's name.
+        closing: Text after a value, which ends it.
+    """
+
+    opening: str
+    closing: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
-    """How a format writes calls whose arguments are JSON.
+    """How a format writes calls.
 
     Attributes:
         begin: Text at the beginning of a section of calls, which ends the unconstrained text.
@@ -33,6 +48,7 @@ class CallGrammar:
         closing: Text after a call's arguments.
         separator: Text between calls of a section; None if a section has only one call.
         end: Text after the last call of a section.
+        tagged: How the arguments are written; None for a JSON object.
     """
 
     begin: str
@@ -40,6 +56,7 @@ class CallGrammar:
     closing: str
     separator: str | None
     end: str
+    tagged: TaggedArguments | None = None
 
 
 def auto_guide(
@@ -119,17 +136,93 @@ def _calls(
 ) -> tuple[str, str]:
     """Return the rule `call`, and the terms of a section of calls after its beginning."""
     strict = frozenset(strict)
+    tagged = None if grammar.tagged is None else _Tagged(grammar.tagged, spell)
     calls = []
     for name, schema in tools.items():
         # Split before inserting the name, which may itself contain NUMBER.
         parts = [spell(part.replace("NAME", name)) for part in grammar.opening.split("NUMBER")]
         opening = " /[0-9]+/ ".join(parts)
-        parameters = _json({"type": "object", **(schema if name in strict else {})})
+        accepted = schema if name in strict else {}
+        parameters = _json({"type": "object", **accepted}) if tagged is None else tagged.arguments(accepted)
         calls.append(f"{opening} {parameters} {spell(grammar.closing)}".strip())
     section = "call"
     if grammar.separator is not None and max_calls != 1:
         section = f"call ({spell(grammar.separator)} call)*"
-    return f"call: {' | '.join(calls)}", f"{section} {spell(grammar.end)}".strip()
+    rules = [f"call: {' | '.join(calls)}", *(tagged.rules if tagged is not None else ())]
+    return "\n".join(rules), f"{section} {spell(grammar.end)}".strip()
+
+
+class _Tagged:
+    """Writes the terms for arguments between tags.
+
+    Attributes:
+        rules: The rules that these terms need.
+    """
+
+    def __init__(self, style: TaggedArguments, spell: _Speller) -> None:
+        self._style, self._spell = style, spell
+        self._closing = spell(style.closing)
+        before, after = (spell(part) for part in style.opening.split("KEY"))
+        self.rules = (
+            f"string{'' if spell.first_token(style.closing) else '[lazy]'}: ARGUMENT {self._closing}",
+            f"argument: {before} /[^<>\\n]+/ {after} string",
+            r"ARGUMENT: /(.|\n)*/",
+        )
+
+    def arguments(self, schema: Schema) -> str:
+        """Return the terms for arguments that match a schema: its properties in their order, or any arguments if it has
+        no properties.
+        """
+        properties = schema.get("properties")
+        if not isinstance(properties, Mapping) or not properties:
+            return "argument*"
+        required = schema.get("required")
+        names = required if isinstance(required, list) else ()
+        return " ".join(
+            f"({self._argument(name, property_, schema)}){'' if name in names else '?'}"
+            for name, property_ in properties.items()
+        )
+
+    def _argument(self, name: str, schema: object, root: Schema) -> str:
+        values = self._values(schema, root)
+        value = "string" if values is None else f"({' | '.join(values)}) {self._closing}"
+        return f"{self._spell(self._style.opening.replace('KEY', name))} {value}"
+
+    def _values(self, schema: object, root: Schema) -> list[str] | None:
+        """Return the alternatives for a value; None if it may be any text."""
+        schema = _resolved(schema, root)
+        if not isinstance(schema, Mapping):
+            return None
+        listed = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(listed, list) and listed:
+            texts = [item if isinstance(item, str) else json.dumps(item) for item in listed]
+            return [self._spell(text) or '""' for text in texts]
+        options = schema.get("anyOf", schema.get("oneOf"))
+        if isinstance(options, list):
+            values = [self._values(option, root) for option in options]
+            return None if None in values else [term for terms in values for term in terms or ()]
+        kinds = schema.get("type")
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        if "string" in kinds or None in kinds:
+            return None
+        return [_json({**{name: root[name] for name in _DEFINITIONS if name in root}, **schema})]
+
+
+def _resolved(schema: object, root: Schema) -> object:
+    """Return the schema to which a reference leads; the schema itself if it is not a reference to a definition."""
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, Mapping):
+            break
+        whole = schema.get("allOf")
+        if isinstance(whole, list) and len(whole) == 1:
+            schema = whole[0]
+            continue
+        path = str(schema.get("$ref", "")).split("/")
+        definitions = root.get(path[1]) if len(path) == 3 and path[0] == "#" and path[1] in _DEFINITIONS else None
+        if not isinstance(definitions, Mapping):
+            break
+        schema = definitions.get(path[2])
+    return schema
 
 
 def _thinking(closing: str, spell: _Speller) -> str:

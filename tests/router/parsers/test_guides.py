@@ -42,6 +42,16 @@ GUIDED = {
         "",
         f"{KIMI}@{KIMI_END}",
     ),
+    "qwen3_coder": ("", "<tool_call>\n<function=weather>\n@</function>\n</tool_call>"),
+    "glm45": ("", "<tool_call>weather\n@</tool_call>"),
+    "glm45 v4.7": ("</arg_key><arg_value>", "<tool_call>weather@</tool_call>"),
+}
+TAGGED = {
+    "qwen3_coder": "<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n",
+    "glm45": (
+        "<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n"
+    ),
+    "glm45 v4.7": "<arg_key>city</arg_key><arg_value>Oslo</arg_value><arg_key>days</arg_key><arg_value>3</arg_value>",
 }
 MARKS = sorted({mark for name in GUIDED for mark in TOOL_FORMATS[name.split()[0]].marks} | {"<think>", "</think>"})
 ANSWER: Schema = {
@@ -55,8 +65,11 @@ THINK = ("<think>", "</think>")
 GOOD, BAD = '{"city": "Oslo", "days": 3}', '{"city": "Oslo", "days": "three"}'
 
 
-def filled(text: str, arguments: str) -> str:
-    return text.replace("@", arguments)
+def filled(name: str, arguments: str, text: str = "") -> str:
+    """Return a format's call with the arguments GOOD or BAD."""
+    if name in TAGGED:
+        arguments = TAGGED[name] if arguments == GOOD else TAGGED[name].replace("3", "three")
+    return (text or GUIDED[name][1]).replace("@", arguments)
 
 
 @pytest.fixture(scope="module", params=(False, True), ids=("marks are text", "marks are tokens"))
@@ -94,8 +107,8 @@ def test_arguments_follow_the_schema_once_a_call_begins(
         guide = auto_guide(make(template), TOOLS, strict, tokens, max_calls=None, thinking=thinking)
         assert accepts(library, guide, "No call, just { text }.")
         for before in ("", "I look. ", *(["<think>Hm.</think>\n"] if thinking else [])):
-            assert accepts(library, guide, before + filled(text, GOOD))
-        assert accepts(library, guide, filled(text, BAD)) != bool(strict)
+            assert accepts(library, guide, before + filled(name, GOOD))
+        assert accepts(library, guide, filled(name, BAD)) != bool(strict)
         assert not accepts(library, guide, text.replace("weather", "rm"))
 
 
@@ -105,7 +118,7 @@ def test_an_answer_is_either_calls_or_json(tokenizer: tuple[llguidance.LLTokeniz
     template, text = GUIDED[name]
     make = TOOL_FORMATS[name.split()[0]].grammar
     assert make is not None
-    call, wrong = filled(text, GOOD), filled(text, BAD)
+    call, wrong = filled(name, GOOD), filled(name, BAD)
     for thinking, is_thinking, befores in (
         (None, False, [""]),
         (THINK, False, ["", "<think>Hm.</think>\n\n"]),
@@ -142,12 +155,12 @@ def test_beside_json_there_may_be_a_limit_of_one_call(
         make = TOOL_FORMATS[name.split()[0]].grammar
         assert make is not None
         one = text.replace(', {"name": "time", "arguments": {}}', "").replace("[TOOL_CALLS]time[ARGS]{}", "")
-        call = filled(one, GOOD)
+        call = filled(name, GOOD, one)
         guide = calls_or_json(make(template), TOOLS, [], ANSWER, tokens, max_calls=1, thinking=None, is_thinking=False)
         assert accepts(library, guide, call)
         assert accepts(library, guide, SUNNY)
         assert not accepts(library, guide, call + call)
-        assert accepts(library, guide, filled(one, BAD))  # is accepted, since the tool is not strict
+        assert accepts(library, guide, filled(name, BAD, one))  # is accepted, since the tool is not strict
 
 
 @pytest.mark.parametrize("name", GUIDED)
@@ -155,12 +168,12 @@ def test_a_tool_may_be_named_like_a_placeholder(
     tokenizer: tuple[llguidance.LLTokenizer, dict[str, int]], name: str
 ) -> None:
     library, tokens = tokenizer
-    template, text = GUIDED[name]
+    template, _ = GUIDED[name]
     make = TOOL_FORMATS[name.split()[0]].grammar
     assert make is not None
     tool = "NUMBER_NAME"
     guide = auto_guide(make(template), {**TOOLS, tool: SCHEMA}, [tool], tokens, max_calls=None, thinking=None)
-    call = filled(text, GOOD)
+    call = filled(name, GOOD)
     assert accepts(library, guide, call.replace("weather", tool))
     for other in ("42_NAME", "NUMBER_weather"):
         assert not accepts(library, guide, call.replace("weather", other))
@@ -182,7 +195,63 @@ def test_a_schema_may_set_its_formatting(tokenizer: tuple[llguidance.LLTokenizer
 
 
 def test_text_that_the_grammar_allows_parses_as_a_call() -> None:
-    for name, (_, text) in GUIDED.items():
+    for name in GUIDED:
         parser = model_format(name.split()[0]).parser(Offer(TOOLS))
-        _, _, calls = summary(joined(parser.feed(filled(text, GOOD)) + parser.finish()))
+        _, _, calls = summary(joined(parser.feed(filled(name, GOOD)) + parser.finish()))
         assert calls[0] == ("weather", json.loads(GOOD))
+
+
+NAMED: Schema = {
+    "$defs": {"Unit": {"enum": ["C", "F"]}, "Place": {"type": "object", "properties": {"lat": {"type": "number"}}}},
+    "type": "object",
+    "properties": {
+        "unit": {"$ref": "#/$defs/Unit"},
+        "place": {"anyOf": [{"allOf": [{"$ref": "#/$defs/Place"}]}, {"type": "null"}]},
+        "count": {"type": ["integer", "null"]},
+        "note": {"type": ["string", "null"]},
+        "blank": {"enum": ["", 1, True, "</arg_value>"]},
+        "any": {},
+        "more": {"type": "array", "items": {"$ref": "#/$defs/Place"}},
+        "fixed": {"const": "x"},
+    },
+    "required": ["unit"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "is_right"),
+    [
+        ("unit", ["C", "F"], True),
+        ("unit", ["", "K", '"C"', "C "], False),
+        ("place", ['{"lat": 1.5}', "null"], True),
+        ("place", ['{"lat": "x"}', "None", "Oslo", '"Oslo"'], False),
+        ("count", ["3", "null"], True),
+        ("count", ["three", "3.5", '"3"'], False),
+        ("note", ["", "null", "two\nlines", '{"a": "<b>"}'], True),
+        ("blank", ["", "1", "true"], True),
+        ("blank", ["True", "2", "x"], False),
+        ("any", ["", "3", "some <text>"], True),
+        ("more", ["[]", '[{"lat": 1}]'], True),
+        ("more", ['[{"lat": []}]', "Oslo"], False),
+        ("fixed", ["x"], True),
+        ("fixed", ["", "y"], False),
+    ],
+)
+def test_arguments_between_tags_follow_their_schemas(
+    tokenizer: tuple[llguidance.LLTokenizer, dict[str, int]], name: str, values: list[str], *, is_right: bool
+) -> None:
+    library, tokens = tokenizer
+    for kind, pair in (
+        ("qwen3_coder", "<parameter={}>\n{}\n</parameter>\n"),
+        ("glm45", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"),
+    ):
+        make = TOOL_FORMATS[kind].grammar
+        assert make is not None
+        guide = auto_guide(make(""), {"weather": NAMED}, ["weather"], tokens, max_calls=None, thinking=None)
+        unit = "" if name == "unit" else pair.format("unit", "C")
+        for value in values:
+            call = GUIDED[kind][1].replace("@", unit + pair.format(name, value))
+            assert accepts(library, guide, call) == is_right
+        assert not accepts(library, guide, GUIDED[kind][1].replace("@", ""))  # `unit` is required
+        assert not accepts(library, guide, GUIDED[kind][1].replace("@", pair.format("unit", "C") * 2))
+        assert not accepts(library, guide, GUIDED[kind][1].replace("@", pair.format("unknown", "C")))
