@@ -119,10 +119,48 @@ def calls_or_json(
     sections = "section GAP" if max_calls == 1 else "section (GAP section)* GAP"
     lines = [f"answer: {sections} | {_json(schema)}", call, f"section: {spell(grammar.begin)} {calls}", _GAP]
     if thinking is None:
-        return "\n".join(["start: answer", *lines])
+        return "\n".join(["start: answer", *lines, _TEXT])
     opening, closing = thinking
     start = "thinking SPACE answer" if is_thinking else f"({spell(opening)} thinking SPACE)? answer"
     return "\n".join([f"start: {start}", *lines, _thinking(closing, spell), _TEXT, _SPACE])
+
+
+def channels_guide(
+    tools: Mapping[str, Schema], strict: Iterable[str], schema: Schema | None, tokens: Mapping[str, int]
+) -> str:
+    """Return a Lark grammar for the messages of gpt-oss, which writes reasoning, calls and the answer in channels: any
+    reasoning, then either a call or the answer. A call ends the output.
+
+    Args:
+        tools: JSON schema of each tool's parameters, by name; may be empty.
+        strict: Tools whose arguments must match their schema; others accept any object.
+        schema: JSON schema of the answer; None for any text, which may also precede calls.
+        tokens: Markers that are a single token, with the token's id.
+    """
+    spell, strict = _Speller(tokens), frozenset(strict)
+    channel, message, constrain = "<|channel|>", "<|message|>", spell("<|constrain|>")
+    kinds = ["reasoning"] if schema is not None else ["reasoning", "preamble"]
+    answer = "TEXT" if schema is None else _json(schema)
+    lines = [
+        f"start: ({' | '.join(kinds)})* (answer{' | call' if tools else ''})",
+        f"reasoning: {spell(f'{channel}analysis{message}')} body",
+        _until("body", "<|end|><|start|>assistant", spell),
+        f"answer: {spell(f'{channel}final')} format? {spell(message)} {answer}",
+        f'format: " "? {constrain} "json" | " json"',
+        _TEXT,
+    ]
+    if schema is None:
+        lines.append(f"preamble: {spell(f'{channel}commentary{message}')} body")
+    calls = []
+    for name, parameters in tools.items():
+        # The recipient is before or after the channel.
+        to = json.dumps(f" to=functions.{name}", ensure_ascii=False)
+        commentary = spell(f"{channel}commentary")
+        arguments = _json({"type": "object", **(parameters if name in strict else {})})
+        calls.append(f"({commentary} {to} | {to} {commentary}) format? {spell(message)} {arguments}")
+    if calls:
+        lines.append(f"call: {' | '.join(calls)}")
+    return "\n".join(lines)
 
 
 def after_thinking(schema: Schema, closing: str, tokens: Mapping[str, int]) -> str:
@@ -164,19 +202,19 @@ class _Tagged:
         self._closing = spell(style.closing)
         before, after = (spell(part) for part in style.opening.split("KEY"))
         self.rules = (
-            f"string{'' if spell.first_token(style.closing) else '[lazy]'}: ARGUMENT {self._closing}",
+            _until("string", style.closing, spell),
             f"argument: {before} /[^<>\\n]+/ {after} string",
-            r"ARGUMENT: /(.|\n)*/",
         )
 
     def arguments(self, schema: Schema) -> str:
         """Return the terms for arguments that match a schema: its properties in their order, or any arguments if it has
         no properties.
         """
-        properties = schema.get("properties")
-        if not isinstance(properties, Mapping) or not properties:
+        found = _resolved(schema, schema)
+        properties = found.get("properties") if isinstance(found, Mapping) else None
+        if not isinstance(found, Mapping) or not isinstance(properties, Mapping) or not properties:
             return "argument*"
-        required = schema.get("required")
+        required = found.get("required")
         names = required if isinstance(required, list) else ()
         return " ".join(
             f"({self._argument(name, property_, schema)}){'' if name in names else '?'}"
@@ -227,7 +265,12 @@ def _resolved(schema: object, root: Schema) -> object:
 
 def _thinking(closing: str, spell: _Speller) -> str:
     """Return the rule `thinking`, for reasoning up to and including its closing marker."""
-    return f"thinking{'' if spell.first_token(closing) else '[lazy]'}: TEXT {spell(closing)}"
+    return _until("thinking", closing, spell)
+
+
+def _until(rule: str, closing: str, spell: _Speller) -> str:
+    """Return a rule for text up to and including `closing`."""
+    return f"{rule}{'' if spell.first_token(closing) else '[lazy]'}: TEXT {spell(closing)}"
 
 
 def _json(schema: Schema) -> str:

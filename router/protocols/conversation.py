@@ -23,7 +23,7 @@ from protos import generation_pb2 as pb
 from router.parsers import llama
 from router.parsers.events import CallBegin, Event
 from router.parsers.formats import ModelFormat, ToolFormat, format_of
-from router.parsers.guides import CallGrammar, auto_guide, calls_or_json
+from router.parsers.guides import CallGrammar, auto_guide, calls_or_json, channels_guide
 from router.parsers.guides import after_thinking as json_after_thinking
 from router.parsers.machine import Machine, Offer, Schema, Script, Steps, arguments_text, parse_json
 from router.parsers.reasoning import after_thinking, plain
@@ -101,6 +101,11 @@ class ChatModel:
         known = self.format.tools
         return known.grammar(self.template) if known is not None and known.grammar is not None else None
 
+    @property
+    def constrains_calls(self) -> bool:
+        """Whether a grammar can constrain the calls that the model chooses to make."""
+        return self.format.has_channels or self.call_grammar is not None
+
     def hides(self, tools: Tools) -> bool:
         """Return whether `tools` have no effect, because the model does not see them and need not call one."""
         return bool(tools.schemas) and tools.choice == "auto" and not self.has_tools
@@ -108,7 +113,7 @@ class ChatModel:
     def ignores_strict(self, tools: Tools) -> bool:
         """Return whether `strict` has no effect on tools that the model sees, as no grammar constrains its calls."""
         is_free = tools.choice == "auto" and not self.hides(tools)
-        return bool(tools.strict) and is_free and self.call_grammar is None
+        return bool(tools.strict) and is_free and not self.constrains_calls
 
     def thinking_variables(self, effort: str) -> dict[str, object]:
         """Return the template variables for one of EFFORTS; empty if the template has no setting for reasoning."""
@@ -190,9 +195,11 @@ class Conversation:
     is_thinking: bool = False
     options: PromptOptions = field(default_factory=PromptOptions)
     _is_guided: bool = False
+    _asks_for_json: bool = False
 
     def __post_init__(self) -> None:
         self._is_guided = self.request.HasField("guided_decoding")
+        self._asks_for_json = self._is_guided and self.request.guided_decoding.guide_type in _JSON_GUIDES
         if self._may_call_instead:
             self._check_joinable()
         if self.tools.definitions:
@@ -222,7 +229,7 @@ class Conversation:
         if self.request.guided_decoding.guide_type not in _JSON_GUIDES:
             reason = "cannot be combined with a regular expression or grammar for the answer"
             raise InvalidArgumentError(f"{reason}; {remedy}", field="tools")
-        if self.model.call_grammar is None:
+        if not self.model.constrains_calls:
             reason = "cannot be combined with a JSON format of the answer, since this model's calls have no grammar"
             raise InvalidArgumentError(f"{reason}; {remedy}", field="tools")
 
@@ -272,6 +279,8 @@ class Conversation:
     def _guide(self) -> pb.GuidedDecodingConfig | None:
         """Return the grammar for the tools, or for reasoning followed by the requested format; None for no change."""
         tools = self.tools
+        if self._has_channels_guide:
+            return self._channels_guide()
         if self._is_guided:
             return self._joined_guide() if self._may_call_instead else self._own_guide()
         if not tools.schemas:
@@ -308,6 +317,28 @@ class Conversation:
             for name, schema in tools.schemas.items()
             if name in names
         }
+
+    @property
+    def _has_channels_guide(self) -> bool:
+        """Whether the grammar covers the channels of the output: those of gpt-oss, if JSON or `strict` tools are asked
+        for. If the output continues a message, or starts with a required call, it has no channels.
+        """
+        if not self.model.format.has_channels or self.options.continues_last:
+            return False
+        if self._is_guided:
+            return self._asks_for_json
+        return bool(self.tools.strict) and self.tools.choice == "auto"
+
+    def _channels_guide(self) -> pb.GuidedDecodingConfig | None:
+        """Return the grammar for reasoning in channels followed by a call or the answer; None if the schema of the
+        requested format is invalid.
+        """
+        schema = self._own_schema() if self._is_guided else None
+        if self._is_guided and schema is None:
+            return None
+        tools = self.tools.schemas if self._may_call_instead or not self._is_guided else {}
+        text = channels_guide(tools, self.tools.strict, schema, self.model.tokens)
+        return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=text)
 
     def _joined_guide(self) -> pb.GuidedDecodingConfig | None:
         """Return the grammar for either calls or the requested format; None if its schema is invalid."""
@@ -369,7 +400,7 @@ class Conversation:
         tools, known = self.tools, self.model.format
         offer = Offer(tools.schemas, self._max_calls, self.is_thinking)
         is_free = tools.choice == "auto" or not tools.schemas
-        if is_free and not self._is_guided:
+        if (is_free and not self._is_guided) or self._has_channels_guide:
             return known.parser(offer)
         if self._may_call_instead and known.tools is not None:
             either: Script = partial(_calls_or_answer, known.tools)

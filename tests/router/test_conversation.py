@@ -13,6 +13,7 @@ from midstream.grammar.compile import compile_guide
 from midstream.grammar.messages import Guide
 from protos import generation_pb2 as pb
 from router.parsers.events import CallBegin, CallEnd, joined
+from router.pipeline.prompt import PromptOptions
 from router.protocols.anthropic.request import read_messages
 from router.protocols.conversation import ChatModel, Conversation, SequenceReader, Tools
 from router.protocols.openai.body import Body
@@ -84,6 +85,33 @@ def test_reasoning_comes_before_the_calls_or_the_json() -> None:
         assert read(found, before + CALL) == ("", "Hm.", [OSLO])
         assert read(found, before + SUNNY) == (SUNNY, "Hm.", [])
     assert read(conversation(model(reasoning="think")), SUNNY) == (SUNNY, "", [])
+
+
+def test_json_and_calls_are_written_in_channels_after_any_reasoning() -> None:
+    analysis = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    final = f"<|channel|>final<|message|>{SUNNY}"
+    call = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}<|call|>'
+    chat = model("openai", "openai")
+    for tools in (TOOLS, Tools()):
+        found = conversation(chat, tools)
+        assert found.request.guided_decoding.guide_type == pb.GUIDE_TYPE_EBNF_GRAMMAR
+        assert ("functions.weather" in found.request.guided_decoding.guide) == bool(tools.schemas)
+        assert read(found, analysis + final) == (SUNNY, "Hm.", [])
+    assert read(conversation(chat), analysis + call) == ("", "Hm.", [OSLO])
+    strict = conversation(chat, Tools(TOOLS.schemas, strict=frozenset(TOOLS.schemas)), None)
+    assert "functions.weather" in strict.request.guided_decoding.guide
+    assert read(strict, f"{analysis}<|channel|>final<|message|>Yes.") == ("Yes.", "Hm.", [])
+
+
+def test_a_continued_message_and_a_regular_expression_have_no_channels() -> None:
+    chat = model("openai", "openai")
+    regex = pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide="a+")
+    assert conversation(chat, Tools(), regex).request.guided_decoding == regex
+    found = Conversation(pb.GenerateRequest(guided_decoding=GUIDE), Tools(), chat)
+    found.options = PromptOptions(continues_last=True)
+    found.add_guide()
+    assert found.request.guided_decoding == GUIDE
+    assert read(found, SUNNY) == (SUNNY, "", [])
 
 
 def test_an_answer_that_resembles_a_call_is_an_answer() -> None:

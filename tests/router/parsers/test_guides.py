@@ -12,7 +12,7 @@ from midstream.grammar.messages import Guide
 from midstream.model.folder import ModelFolder
 from router.parsers.events import joined
 from router.parsers.formats import TOOL_FORMATS
-from router.parsers.guides import after_thinking, auto_guide, calls_or_json
+from router.parsers.guides import after_thinking, auto_guide, calls_or_json, channels_guide
 from router.parsers.machine import Offer, Schema
 from tests.router.parsers.transcripts import model_format, summary
 
@@ -53,7 +53,9 @@ TAGGED = {
     ),
     "glm45 v4.7": "<arg_key>city</arg_key><arg_value>Oslo</arg_value><arg_key>days</arg_key><arg_value>3</arg_value>",
 }
-MARKS = sorted({mark for name in GUIDED for mark in TOOL_FORMATS[name.split()[0]].marks} | {"<think>", "</think>"})
+MARKS = sorted(
+    {mark for name in (*GUIDED, "openai") for mark in TOOL_FORMATS[name.split()[0]].marks} | {"<think>", "</think>"}
+)
 ANSWER: Schema = {
     "type": "object",
     "properties": {"summary": {"type": "string"}},
@@ -255,3 +257,41 @@ def test_arguments_between_tags_follow_their_schemas(
         assert not accepts(library, guide, GUIDED[kind][1].replace("@", ""))  # `unit` is required
         assert not accepts(library, guide, GUIDED[kind][1].replace("@", pair.format("unit", "C") * 2))
         assert not accepts(library, guide, GUIDED[kind][1].replace("@", pair.format("unknown", "C")))
+
+
+ANALYSIS = "<|channel|>analysis<|message|>Is it {3}?<|end|><|start|>assistant"
+PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+TO_WEATHER = (
+    "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>",
+    "<|channel|>commentary to=functions.weather<|message|>",
+    " to=functions.weather<|channel|>commentary json<|message|>",
+)
+
+
+def test_calls_in_channels_follow_the_schema(tokenizer: tuple[llguidance.LLTokenizer, dict[str, int]]) -> None:
+    library, tokens = tokenizer
+    guide = channels_guide(TOOLS, ["weather"], None, tokens)
+    for before in ("", ANALYSIS, ANALYSIS + PREAMBLE, PREAMBLE + ANALYSIS + ANALYSIS):
+        assert accepts(library, guide, f"{before}{FINAL}Any {{ text }}.")
+        for header in TO_WEATHER:
+            assert accepts(library, guide, before + header + GOOD)
+            assert not accepts(library, guide, before + header + BAD)
+            assert not accepts(library, guide, before + header.replace("weather", "rm") + GOOD)
+        assert accepts(library, guide, before + TO_WEATHER[0].replace("weather", "time") + '{"any": [1]}')
+    for text in ("No channel.", ANALYSIS, "<|channel|>analysis<|message|>Only this."):
+        assert not accepts(library, guide, text)
+
+
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_json_in_the_final_channel_comes_after_any_reasoning(
+    tokenizer: tuple[llguidance.LLTokenizer, dict[str, int]], *, has_tools: bool
+) -> None:
+    library, tokens = tokenizer
+    guide = channels_guide(TOOLS if has_tools else {}, ["weather"], ANSWER, tokens)
+    for before in ("", ANALYSIS):
+        assert accepts(library, guide, before + FINAL + SUNNY)
+        assert accepts(library, guide, f"{before}<|channel|>final <|constrain|>json<|message|>{SUNNY}")
+        assert accepts(library, guide, before + TO_WEATHER[0] + GOOD) == has_tools
+        for text in (f"{FINAL}It is sunny.", FINAL, SUNNY, PREAMBLE + FINAL + SUNNY, TO_WEATHER[0] + BAD):
+            assert not accepts(library, guide, before + text)
