@@ -7,6 +7,10 @@ from typing import Any
 
 from gpu_worker.models.description import DecoderDescription, Mixture
 from gpu_worker.models.families.family import Family, Names, Settings, plain, rotary_of
+from midstream.errors import UnsupportedError
+
+# Sums of the weights of a token's experts are larger than this.
+_LEAST_SUM = 1e-6
 
 
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
@@ -29,6 +33,10 @@ def _read_mixture(config: Mapping[str, Any]) -> DecoderDescription:
         has_correction=True,
         shared_size=size * int(s.number("moe_num_shared_experts", 2)),
     )
+    # The weights of the chosen experts are divided by their sum, or by this number if it is larger.
+    least = s.number("moe_norm_min", 1e-12)
+    if least > _LEAST_SUM:
+        raise UnsupportedError(f"moe_norm_min {least} of config.json is not supported", field="model")
     first, last = int(s.number("moe_layer_start_index", 1)), int(s.number("moe_layer_end_index", -1))
     interval = s.size("moe_layer_interval", default=1)
     mixed = range(first, (num_layers - 1 if last == -1 else last) + 1)
