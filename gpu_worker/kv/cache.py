@@ -233,7 +233,7 @@ def choose_num_blocks(
     budget = free_bytes * free_memory_fraction
     if device.type != "cuda":
         budget = min(budget * _CPU_SHARE, _CPU_MAX_BYTES)
-    num_blocks = min(int(budget) // bytes_per_block, -(-max_useful_tokens // tokens_per_block))
+    num_blocks = min(int(budget) // max(bytes_per_block, 1), -(-max_useful_tokens // tokens_per_block))
     if max_kv_tokens:
         num_blocks = min(num_blocks, max_kv_tokens // tokens_per_block)
     if num_blocks < 1:

@@ -23,7 +23,7 @@ from gpu_worker.models.description import DecoderDescription, Rotary
 from gpu_worker.models.families import describe
 from gpu_worker.models.layers.rotary import rotary_table
 from midstream.errors import ConfigError, UnsupportedError
-from tests.gpu_worker.test_families import MODELS, OTHER_TYPES, TOLERANCE
+from tests.gpu_worker.test_families import MODELS, OTHER_TYPES, TOLERANCE, WINDOWED
 from tests.gpu_worker.test_models import Recorder, expected_logits, prompt
 from tests.gpu_worker.tiny_models import SHAPE, Driver, make_runner, make_tiny_model
 
@@ -138,6 +138,8 @@ ODD: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_5", {"layer_types": ["full_attention"] * 3}),
     ("glm4_moe_lite", {"kv_lora_rank": 1}),
     ("bamba", {"num_key_value_heads": 1, "mamba_proj_bias": True, "head_dim": 24}),
+    ("smollm3", {"use_sliding_window": False, "layer_types": WINDOWED}),
+    ("nemotron_h", {"layers_block_type": ["mlp", "moe"], "use_cache": False}),  # no layer has a cache
 ]
 
 
@@ -219,6 +221,18 @@ def test_settings_that_no_model_can_have_are_refused_by_name(
     edit(tmp_path, **settings)
     with pytest.raises((ConfigError, UnsupportedError), match=named):
         make_runner(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "named"),
+    [
+        ("ernie4_5_moe", {"moe_norm_min": 0.5}, r"moe_norm_min 0\.5"),
+    ],
+)
+def test_settings_without_native_support_are_refused_by_name(name: str, settings: dict[str, Any], named: str) -> None:
+    _, config = config_of(name)
+    with pytest.raises(UnsupportedError, match=named):
+        describe(config | settings)
 
 
 def test_experts_must_be_enough() -> None:

@@ -14,11 +14,12 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
     num_layers, interval = s.size("num_hidden_layers"), s.size("no_rope_layer_interval", default=4)
     # The setting is 1 for layers that have a rotary embedding.
     rotates = s.layers("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]
-    windows: tuple[int | None, ...] = (None,) * num_layers
-    if s.flag("use_sliding_window", False):
-        # By default, the layers without rotary embedding have the window.
-        kinds = s.layers("layer_types") or ["full_attention" if turns else "sliding_attention" for turns in rotates]
-        windows = windows_of(s, s.get("sliding_window"), kinds)
+    kinds = s.layers("layer_types")
+    if kinds is None:
+        # By default, the layers without rotary embedding have the window, if there is one.
+        has_windows = s.flag("use_sliding_window", False)
+        kinds = ["full_attention" if turns or not has_windows else "sliding_attention" for turns in rotates]
+    windows = windows_of(s, s.get("sliding_window"), kinds)
     head_dim = s.size("head_dim", default=s.size("hidden_size") // s.size("num_attention_heads"))
     rotary = rotary_of(s, head_dim)
     return plain(s, rotary=tuple(rotary if turns else None for turns in rotates), windows=windows)
