@@ -130,6 +130,7 @@ ODD: list[tuple[str, dict[str, Any]]] = [
     ("llama", rope("dynamic", factor=4.0)),
     ("llama", rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)),
     ("llama", rope("proportional", partial_rotary_factor=0.5)),
+    ("llama", rope("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=1, beta_slow=32)),
     ("qwen3", rope("yarn", factor=None, original_max_position_embeddings=128)),
     ("gemma", {"hidden_act": "silu"}),
     ("gemma3", {"final_logit_softcapping": 2.0}),  # only the text-only class applies this cap
@@ -272,3 +273,12 @@ def test_rope_scaling_is_preferred_to_rope_parameters() -> None:
     assert (rotary.settings["rope_type"], rotary.settings["rope_theta"]) == ("linear", 10000.0)
     completed = transformers.LlamaConfig.from_dict(copy.deepcopy(both)).rope_parameters
     assert completed == {"type": "linear", "factor": 2.0, "rope_type": "linear", "rope_theta": 10000.0}
+
+
+def test_the_rotary_base_in_older_files_of_gpt_oss_replaces_the_one_of_its_default_scaling() -> None:
+    _, config = config_of("gpt_oss")
+    del config["rope_parameters"]
+    config["rope_theta"] = 500.0
+    completed = transformers.GptOssConfig.from_dict(copy.deepcopy(config)).to_dict()
+    assert completed["rope_parameters"]["rope_theta"] == 500.0
+    assert effect(describe(config)) == effect(describe(completed))

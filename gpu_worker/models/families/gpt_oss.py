@@ -12,7 +12,6 @@ from gpu_worker.models.families.family import Family, Names, Settings, plain, wi
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
     yarn = {
         "rope_type": "yarn",
-        "rope_theta": 150000.0,
         "factor": 32.0,
         "truncate": False,
         "original_max_position_embeddings": 4096,

@@ -89,7 +89,7 @@ def _yarn(frequencies: Tensor, rope: Mapping[str, Any], head_dim: int, num_posit
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    ramp = ((torch.arange(head_dim // 2).float() - low) / (high - low or 0.001)).clamp(0.0, 1.0)
     magnitude = rope.get("attention_factor")
     if magnitude is None:
         all_dims, scale = rope.get("mscale_all_dim"), rope.get("mscale")
