@@ -418,8 +418,8 @@ def _describe(config: Any, folder: ModelFolder, layers: list[_Layer]) -> Decoder
 def _max_sequence_length(config: Any) -> int:
     """Return the maximum length at which the rotary embedding of a sequence is independent of the rest of the batch."""
     rope = getattr(config, "rope_parameters", None) or {}
-    original = rope.get("original_max_position_embeddings")
-    if rope.get("rope_type") == "longrope" and original:
-        # Beyond this length, transformers uses different angles for the whole batch.
-        return min(int(original), int(config.max_position_embeddings))
-    return int(config.max_position_embeddings)
+    # Some models have separate settings for each type of layer.
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
+    # Beyond these lengths, transformers uses different angles for the whole batch.
+    lengths = [kind.get("original_max_position_embeddings") for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min(int(length) for length in (config.max_position_embeddings, *lengths) if length)

@@ -256,12 +256,21 @@ def test_early_names_of_longrope_in_phi3(old: str) -> None:
     assert describe(changed).max_sequence_length == 512
 
 
-def test_positions_beyond_the_original_length_of_longrope_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_positions_beyond_the_original_length_of_longrope_are_refused(
+    is_nested: bool, implementation: str, tmp_path: Path
+) -> None:
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
-    make_tiny_model(tmp_path, "Llama", num_hidden_layers=1, **rope("longrope", **factors))
+    settings = rope("longrope", **factors)
+    if is_nested:
+        kinds = {"full_attention": settings["rope_parameters"], "sliding_attention": {"rope_type": "default"}}
+        settings = {"rope_parameters": kinds, "layer_types": ["full_attention"], "head_dim": 16}
+    make_tiny_model(tmp_path, "Gemma3Text" if is_nested else "Llama", num_hidden_layers=1, **settings)
     with pytest.raises(ConfigError, match="max_sequence_length: 128 exceeds the model's limit of 64"):
-        make_runner(tmp_path, max_sequence_length=128)
-    assert make_runner(tmp_path, max_sequence_length=64).max_sequence_length == 64
+        make_runner(tmp_path, implementation=implementation, max_sequence_length=128)
+    runner = make_runner(tmp_path, implementation=implementation, max_sequence_length=64)
+    assert runner.max_sequence_length == 64
 
 
 def test_rope_scaling_is_preferred_to_rope_parameters() -> None:
