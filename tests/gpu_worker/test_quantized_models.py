@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -71,6 +72,27 @@ def test_blocks_may_end_before_their_last_row_and_column(shape: tuple[int, int],
     scheme = Scheme("fp8", {**settings, "block": [128, 128]})
     found = SafetensorsFiles([tmp_path / "a.safetensors"], scheme).matrix("a.weight")
     assert torch.equal(found.dense(), expected)
+
+
+@pytest.mark.parametrize(("strategy", "num_rows"), [("tensor", 5), ("tensor", 1), ("block", 64), ("block", 3)])
+@pytest.mark.parametrize("num_bits", [4, 8])
+def test_packed_weights_may_have_zero_points_for_the_whole_tensor_or_for_blocks(
+    strategy: str, num_rows: int, num_bits: int, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"block_structure": [32, 32]} if strategy == "block" else {}
+    args = QuantizationArgs(num_bits=num_bits, type="int", strategy=strategy, symmetric=False, **settings)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    shape = (-(-num_rows // 32), 3) if strategy == "block" else (1,)
+    zero = torch.randint(-3, 3, shape, dtype=torch.int8)
+    state = {
+        "weight": torch.randn(num_rows, 96), "weight_scale": torch.rand(shape) + 0.1, "weight_zero_point": zero,
+    }  # fmt: skip
+    tensors = PackedQuantizationCompressor.compress(state, scheme)
+    save_file({f"a.{part}": tensor.contiguous() for part, tensor in tensors.items()}, tmp_path / "a.safetensors")
+    block = {"block": [32, 32]} if settings else {}
+    found = SafetensorsFiles([tmp_path / "a.safetensors"], Scheme("compressed-tensors", block)).matrix("a.weight")
+    expected = PackedQuantizationCompressor.decompress(tensors, scheme)["weight"]
+    assert float((found.dense() - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
 
 
 @pytest.fixture(scope="module")

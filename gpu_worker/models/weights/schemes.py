@@ -136,11 +136,14 @@ def _compressed(module: Module, scheme: Scheme) -> Weight:
     if num_bits not in (4, 8):
         raise UnsupportedError(f"{module.name}: weights of {num_bits} bits; supported are 4 and 8", field="model")
     levels = _unpacked(packed, num_bits)[:, :num_columns]
-    scale = scale.view(num_rows, -1) if scale.numel() > 1 else scale.view(1, 1).expand(num_rows, 1)
-    _check_groups(scale, num_columns, scheme)
-    zero = torch.full(scale.shape, 1 << (num_bits - 1))
-    if module.has("weight_zero_point"):
-        zero = _unpacked(module.get("weight_zero_point").t().contiguous(), num_bits).t()[:num_rows].int()
+    scale = _by_row(scale.float(), num_rows, num_columns, scheme)
+    half, zero = 1 << (num_bits - 1), module.first("weight_zero_point")
+    if zero is None:
+        zero = torch.full(scale.shape, half)
+    elif zero.dtype == torch.int32:
+        zero = _unpacked(zero.t().contiguous(), num_bits).t()[:num_rows].int()
+    else:  # a zero point for the whole tensor or for each block is not packed
+        zero = _by_row(zero.float(), num_rows, num_columns, scheme) + half
     order = None
     groups = module.first("weight_g_idx")
     if groups is not None and int(groups.min()) >= 0:
@@ -189,7 +192,7 @@ def _by_row(scale: Tensor, num_rows: int, num_columns: int, scheme: Scheme) -> T
         raise ValueError(f"scales {list(scale.shape)} for a matrix [{num_rows}, {num_columns}]")
     if columns % 32:
         raise UnsupportedError(
-            f"float8 weights in blocks of {columns} columns; only multiples of 32 are supported", field="model"
+            f"weights in blocks of {columns} columns; only multiples of 32 are supported", field="model"
         )
     wide = scale.repeat_interleave(rows, dim=0)[:num_rows].repeat_interleave(columns // 32, dim=1)
     return wide[:, : -(-num_columns // 32)]
