@@ -242,6 +242,7 @@ def test_experts_must_be_enough() -> None:
         ({"num_experts_per_tok": 5}, "each token uses 5 experts; must be at most 4"),
         ({"n_group": 3, "topk_group": 1}, r"the number of experts \(8\) must be a multiple of n_group \(3\)"),
         ({"topk_group": 5}, "topk_group is 5; n_group is 4"),
+        ({"n_group": 8, "topk_group": 4}, "8 experts in 8 groups; each must have at least 2"),
     ):
         with pytest.raises(ConfigError, match=named):
             describe(config | settings)

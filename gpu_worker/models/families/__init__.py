@@ -109,6 +109,11 @@ def _check_mixture(mixture: Mixture) -> None:
         raise ConfigError(
             f"config.json: topk_group is {mixture.num_active_groups}; n_group is {mixture.num_groups}", field="model"
         )
+    if mixture.num_active_groups < mixture.num_groups and mixture.num_experts < 2 * mixture.num_groups:
+        raise ConfigError(
+            f"config.json: {mixture.num_experts} experts in {mixture.num_groups} groups; each must have at least 2",
+            field="model",
+        )
     num_candidates = mixture.num_experts // mixture.num_groups * mixture.num_active_groups
     if mixture.num_active > num_candidates:
         raise ConfigError(
