@@ -285,6 +285,15 @@ def test_rope_scaling_is_preferred_to_rope_parameters() -> None:
     assert completed == {"type": "linear", "factor": 2.0, "rope_type": "linear", "rope_theta": 10000.0}
 
 
+def test_an_original_length_at_the_top_level_does_not_affect_settings_for_each_type_of_layer() -> None:
+    _, config = config_of("olmo3")
+    config["original_max_position_embeddings"] = 32
+    completed = transformers.Olmo3Config.from_dict(copy.deepcopy(config)).to_dict()
+    assert completed["rope_parameters"]["full_attention"]["original_max_position_embeddings"] == 128
+    del completed["original_max_position_embeddings"]
+    assert effect(describe(config)) == effect(describe(completed))
+
+
 def test_the_rotary_base_in_older_files_of_gpt_oss_replaces_the_one_of_its_default_scaling() -> None:
     _, config = config_of("gpt_oss")
     del config["rope_parameters"]

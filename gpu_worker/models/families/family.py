@@ -264,7 +264,9 @@ def rotary_of(s: Settings, head_dim: int, *, part: float | None = None, is_inter
         ConfigError: A setting is missing or invalid.
     """
     settings = s.group("rope_scaling") or s.group("rope_parameters")
-    rope = rope_of(s, settings)
+    # Unlike settings for each type of layer, these are overridden by the length at the top level.
+    original = s.get("original_max_position_embeddings")
+    rope = rope_of(s, settings if original is None else {**settings, "original_max_position_embeddings": original})
     share = Settings(settings).number("partial_rotary_factor", s.number("partial_rotary_factor", part or 1.0))
     if part is None and share != 1.0:
         raise UnsupportedError(f"partial_rotary_factor {share} of config.json is not supported", field="model")
@@ -300,8 +302,7 @@ def rope_of(s: Settings, settings: Mapping[str, Any], theta: float = 10000.0) ->
             rope[name] = given.number(name) if name.startswith("mscale") else given.positive(name)
     if kind in ("llama3", "yarn", "longrope"):
         longest = s.size("max_position_embeddings")
-        original = given.size("original_max_position_embeddings", default=longest)
-        rope["original_max_position_embeddings"] = s.size("original_max_position_embeddings", default=original)
+        rope["original_max_position_embeddings"] = given.size("original_max_position_embeddings", default=longest)
         if rope.get("factor") is None:
             rope["factor"] = longest / rope["original_max_position_embeddings"]
     if kind == "dynamic":
