@@ -49,14 +49,15 @@ def _deepseek(template: str) -> CallGrammar:
 
 
 def _qwen_coder(template: str) -> CallGrammar:
-    style = TaggedArguments("<parameter=KEY>\n", "\n</parameter>\n")
+    style = TaggedArguments("<parameter=KEY>\n", "\n</parameter>\n", ("</parameter>", "</function>"))
     return CallGrammar("<tool_call>\n", "<function=NAME>\n", "</function>", None, "\n</tool_call>", style)
 
 
 def _glm(template: str) -> CallGrammar:
     # GLM 4.7 and later write no line breaks.
     line = "" if "</arg_key><arg_value>" in template else "\n"
-    style = TaggedArguments(f"<arg_key>KEY</arg_key>{line}<arg_value>", f"</arg_value>{line}")
+    opening, closing = f"<arg_key>KEY</arg_key>{line}<arg_value>", f"</arg_value>{line}"
+    style = TaggedArguments(opening, closing, ("</arg_value>", "</tool_call>"))
     return CallGrammar("<tool_call>", f"NAME{line}", "", None, "</tool_call>", style)
 
 

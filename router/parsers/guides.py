@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from router.parsers.machine import Schema
+from router.parsers.tagged_values import alternatives, properties_of
 
 # Formatting as in json.dumps. If any white space were allowed, a small model might generate nothing else.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -21,8 +22,8 @@ _TEXT = r"TEXT: /(.|\n)*/"
 _SPACE = r"SPACE: /\s*/"
 # White space between and after sections of calls.
 _GAP = r"GAP: /\s{0,2}/"
-_DEFINITIONS = ("$defs", "definitions")
-_MAX_REFERENCES = 16  # a reference may lead to another one
+# A reference relative to the root of a schema, as JSON text.
+_REFERENCE = re.compile(r'(?<!\\)"\$ref": "#')
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,12 @@ class TaggedArguments:
     Attributes:
         opening: Text before a value; KEY stands for the argument's name.
         closing: Text after a value, which ends it.
+        excluded: Tags that a string cannot contain, since the parser would end the value or the call there.
     """
 
     opening: str
     closing: str
+    excluded: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,7 @@ def channels_guide(
     calls = []
     for name, parameters in tools.items():
         # The recipient is before or after the channel.
-        to = json.dumps(f" to=functions.{name}", ensure_ascii=False)
+        to = _literal(f" to=functions.{name}")
         commentary = spell(f"{channel}commentary")
         arguments = _json({"type": "object", **(parameters if name in strict else {})})
         calls.append(f"({commentary} {to} | {to} {commentary}) format? {spell(message)} {arguments}")
@@ -201,19 +204,22 @@ class _Tagged:
         self._style, self._spell = style, spell
         self._closing = spell(style.closing)
         before, after = (spell(part) for part in style.opening.split("KEY"))
+        tags = "|".join(re.escape(tag).replace("/", "\\/") for tag in style.excluded)
         self.rules = (
-            _until("string", style.closing, spell),
+            _until("string", style.closing, spell, "STRING"),
+            rf"STRING: /(.|\n)*/ & ~/(.|\n)*({tags})(.|\n)*/",
             f"argument: {before} /[^<>\\n]+/ {after} string",
         )
 
     def arguments(self, schema: Schema) -> str:
         """Return the terms for arguments that match a schema: its properties in their order, or any arguments if it has
-        no properties.
+        no properties and does not exclude others.
         """
-        found = _resolved(schema, schema)
-        properties = found.get("properties") if isinstance(found, Mapping) else None
-        if not isinstance(found, Mapping) or not isinstance(properties, Mapping) or not properties:
-            return "argument*"
+        properties = properties_of(schema)
+        found = next(iter(alternatives(schema, schema)), None)
+        if not isinstance(found, Mapping) or not properties:
+            is_closed = isinstance(found, Mapping) and found.get("additionalProperties") is False
+            return "" if is_closed else "argument*"
         required = found.get("required")
         names = required if isinstance(required, list) else ()
         return " ".join(
@@ -228,39 +234,30 @@ class _Tagged:
 
     def _values(self, schema: object, root: Schema) -> list[str] | None:
         """Return the alternatives for a value; None if it may be any text."""
-        schema = _resolved(schema, root)
-        if not isinstance(schema, Mapping):
-            return None
-        listed = [schema["const"]] if "const" in schema else schema.get("enum")
-        if isinstance(listed, list) and listed:
-            texts = [item if isinstance(item, str) else json.dumps(item) for item in listed]
-            return [self._spell(text) or '""' for text in texts]
-        options = schema.get("anyOf", schema.get("oneOf"))
-        if isinstance(options, list):
-            values = [self._values(option, root) for option in options]
-            return None if None in values else [term for terms in values for term in terms or ()]
-        kinds = schema.get("type")
-        kinds = kinds if isinstance(kinds, list) else [kinds]
-        if "string" in kinds or None in kinds:
-            return None
-        return [_json({**{name: root[name] for name in _DEFINITIONS if name in root}, **schema})]
+        terms = []
+        for option in alternatives(schema, root):
+            if not isinstance(option, Mapping):
+                return None
+            listed = [option["const"]] if "const" in option else option.get("enum")
+            kinds = option.get("type")
+            kinds = kinds if isinstance(kinds, list) else [kinds]
+            if isinstance(listed, list) and listed:
+                texts = [item if isinstance(item, str) else json.dumps(item) for item in listed]
+                terms += [self._spell(text) or '""' for text in texts]
+            elif "string" in kinds or None in kinds:
+                return None
+            else:
+                terms.append(_json(_with_root(option, root)))
+        return terms or None
 
 
-def _resolved(schema: object, root: Schema) -> object:
-    """Return the schema to which a reference leads; the schema itself if it is not a reference to a definition."""
-    for _ in range(_MAX_REFERENCES):
-        if not isinstance(schema, Mapping):
-            break
-        whole = schema.get("allOf")
-        if isinstance(whole, list) and len(whole) == 1:
-            schema = whole[0]
-            continue
-        path = str(schema.get("$ref", "")).split("/")
-        definitions = root.get(path[1]) if len(path) == 3 and path[0] == "#" and path[1] in _DEFINITIONS else None
-        if not isinstance(definitions, Mapping):
-            break
-        schema = definitions.get(path[2])
-    return schema
+def _with_root(schema: Schema, root: Schema) -> Schema:
+    """Return a part of the schema `root` as a schema of its own, in which references still lead into `root`."""
+    text = json.dumps(schema)
+    if not _REFERENCE.search(text):
+        return schema
+    moved, whole = (_REFERENCE.sub('"$ref": "#/$defs/root', item) for item in (text, json.dumps(root)))
+    return {**json.loads(moved), "$defs": {"root": json.loads(whole)}}
 
 
 def _thinking(closing: str, spell: _Speller) -> str:
@@ -268,9 +265,9 @@ def _thinking(closing: str, spell: _Speller) -> str:
     return _until("thinking", closing, spell)
 
 
-def _until(rule: str, closing: str, spell: _Speller) -> str:
-    """Return a rule for text up to and including `closing`."""
-    return f"{rule}{'' if spell.first_token(closing) else '[lazy]'}: TEXT {spell(closing)}"
+def _until(rule: str, closing: str, spell: _Speller, text: str = "TEXT") -> str:
+    """Return a rule for text, matched by the terminal `text`, up to and including `closing`."""
+    return f"{rule}{'' if spell.first_token(closing) else '[lazy]'}: {text} {spell(closing)}"
 
 
 def _json(schema: Schema) -> str:
@@ -303,4 +300,5 @@ class _Speller:
 
 
 def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else ""
+    # The library does not accept the control character DEL in a literal.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") if text else ""

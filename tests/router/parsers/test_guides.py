@@ -203,6 +203,10 @@ def test_text_that_the_grammar_allows_parses_as_a_call() -> None:
         assert calls[0] == ("weather", json.loads(GOOD))
 
 
+PAIRS = {
+    "qwen3_coder": "<parameter={}>\n{}\n</parameter>\n",
+    "glm45": "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n",
+}
 NAMED: Schema = {
     "$defs": {"Unit": {"enum": ["C", "F"]}, "Place": {"type": "object", "properties": {"lat": {"type": "number"}}}},
     "type": "object",
@@ -243,10 +247,7 @@ def test_arguments_between_tags_follow_their_schemas(
     tokenizer: tuple[llguidance.LLTokenizer, dict[str, int]], name: str, values: list[str], *, is_right: bool
 ) -> None:
     library, tokens = tokenizer
-    for kind, pair in (
-        ("qwen3_coder", "<parameter={}>\n{}\n</parameter>\n"),
-        ("glm45", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"),
-    ):
+    for kind, pair in PAIRS.items():
         make = TOOL_FORMATS[kind].grammar
         assert make is not None
         guide = auto_guide(make(""), {"weather": NAMED}, ["weather"], tokens, max_calls=None, thinking=None)
@@ -257,6 +258,73 @@ def test_arguments_between_tags_follow_their_schemas(
         assert not accepts(library, guide, GUIDED[kind][1].replace("@", ""))  # `unit` is required
         assert not accepts(library, guide, GUIDED[kind][1].replace("@", pair.format("unit", "C") * 2))
         assert not accepts(library, guide, GUIDED[kind][1].replace("@", pair.format("unknown", "C")))
+
+
+ROUND_TRIPS: list[tuple[object, str, object]] = [
+    ({"$ref": "#/$defs/Digit"}, "1", "1"),
+    ({"const": "1"}, "1", "1"),
+    ({"enum": ["1", None]}, "1", "1"),
+    ({"anyOf": [{"const": "true"}, {"const": "2"}]}, "true", "true"),
+    ({"type": ["string", "null"]}, "true", "true"),
+    ({"type": ["string", "null"]}, "null", None),
+    ({"type": "string"}, "\n\na </para\n\n", "\n\na </para\n\n"),
+    ({"$ref": "#/$defs/Loop"}, "null", None),
+    ({"$ref": "#/properties/count"}, "3", 3),
+    ({"type": "array", "items": {"$ref": "#"}}, '[{"value": []}]', [{"value": []}]),
+    ({"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, '{"a": 1}', {"a": 1}),
+    ({"anyOf": []}, "x", "x"),
+    ({"const": "\x7f"}, "\x7f", "\x7f"),
+]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_coder", "glm45"])
+@pytest.mark.parametrize(("schema", "text", "value"), ROUND_TRIPS)
+def test_values_between_tags_are_read_as_the_grammar_means_them(
+    tokenizer: tuple[llguidance.LLTokenizer, dict[str, int]], kind: str, schema: object, text: str, value: object
+) -> None:
+    library, tokens = tokenizer
+    root: Schema = {
+        "$defs": {"Digit": {"enum": ["1", "2"]}, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "null"}]}},
+        "type": "object",
+        "properties": {"value": schema, "count": {"type": "integer"}},
+        "required": ["value"],
+    }
+    make = TOOL_FORMATS[kind].grammar
+    assert make is not None
+    guide = auto_guide(make(""), {"weather": root}, ["weather"], tokens, max_calls=None, thinking=None)
+    call = GUIDED[kind][1].replace("@", PAIRS[kind].format("value", text))
+    assert accepts(library, guide, call)
+    parser = model_format(kind).parser(Offer({"weather": root}))
+    _, _, calls = summary(joined(parser.feed(call) + parser.finish()))
+    assert calls == [("weather", {"value": value})]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tags"), [("qwen3_coder", ("</parameter>", "</function>")), ("glm45", ("</arg_value>", "</tool_call>"))]
+)
+def test_strings_contain_no_tag_that_ends_them(
+    tokenizer: tuple[llguidance.LLTokenizer, dict[str, int]], kind: str, tags: tuple[str, str]
+) -> None:
+    library, tokens = tokenizer
+    make = TOOL_FORMATS[kind].grammar
+    assert make is not None
+    guide = auto_guide(make(""), {"weather": SCHEMA}, ["weather"], tokens, max_calls=1, thinking=None)
+    for tag in tags:
+        assert accepts(library, guide, filled(kind, GOOD).replace("Oslo", f"a{tag[:-1]} b"))
+        assert not accepts(library, guide, filled(kind, GOOD).replace("Oslo", f"a{tag}b"))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_coder", "glm45"])
+def test_a_closed_schema_without_properties_allows_no_arguments(
+    tokenizer: tuple[llguidance.LLTokenizer, dict[str, int]], kind: str
+) -> None:
+    library, tokens = tokenizer
+    make = TOOL_FORMATS[kind].grammar
+    assert make is not None
+    closed: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    guide = auto_guide(make(""), {"weather": closed}, ["weather"], tokens, max_calls=None, thinking=None)
+    assert accepts(library, guide, GUIDED[kind][1].replace("@", ""))
+    assert not accepts(library, guide, filled(kind, GOOD))
 
 
 ANALYSIS = "<|channel|>analysis<|message|>Is it {3}?<|end|><|start|>assistant"
