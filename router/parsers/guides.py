@@ -253,11 +253,14 @@ class _Tagged:
 
 def _with_root(schema: Schema, root: Schema) -> Schema:
     """Return a part of the schema `root` as a schema of its own, in which references still lead into `root`."""
-    text = json.dumps(schema)
-    if not _REFERENCE.search(text):
-        return schema
-    moved, whole = (_REFERENCE.sub('"$ref": "#/$defs/root', item) for item in (text, json.dumps(root)))
-    return {**json.loads(moved), "$defs": {"root": json.loads(whole)}}
+    moved = move_references(schema, "#/$defs/root")
+    return schema if moved == schema else {**moved, "$defs": {"root": move_references(root, "#/$defs/root")}}
+
+
+def move_references(schema: Schema, pointer: str) -> dict[str, object]:
+    """Return a schema in which references that begin at the root begin at `pointer` instead."""
+    moved: dict[str, object] = json.loads(_REFERENCE.sub(f'"$ref": "{pointer}', json.dumps(schema)))
+    return moved
 
 
 def _thinking(closing: str, spell: _Speller) -> str:

@@ -23,7 +23,7 @@ from protos import generation_pb2 as pb
 from router.parsers import llama
 from router.parsers.events import CallBegin, Event
 from router.parsers.formats import ModelFormat, ToolFormat, format_of
-from router.parsers.guides import CallGrammar, auto_guide, calls_or_json, channels_guide
+from router.parsers.guides import CallGrammar, auto_guide, calls_or_json, channels_guide, move_references
 from router.parsers.guides import after_thinking as json_after_thinking
 from router.parsers.machine import Machine, Offer, Schema, Script, Steps, arguments_text, parse_json
 from router.parsers.reasoning import after_thinking, plain
@@ -40,8 +40,6 @@ _NUM_TAIL = 16
 _NUM_DRAFTS = 8
 _JSON_GUIDES = (pb.GUIDE_TYPE_JSON, pb.GUIDE_TYPE_JSON_SCHEMA)
 _ANY_JSON: Schema = {"anyOf": [{"type": "object"}, {"type": "array"}]}
-# A reference relative to the root of a schema, as JSON text.
-_REFERENCE = re.compile(r'(?<!\\)"\$ref": "#')
 _SWITCHES = ("enable_thinking", "thinking")
 # Maps each reasoning effort to one that templates support; some APIs have more efforts than templates.
 _EFFORTS = {
@@ -504,11 +502,10 @@ def _arguments(name: str, machine: Machine) -> Steps[None]:
 def _call_schema(name: str, parameters: Schema, pointer: str) -> dict[str, object]:
     """Return the schema of a call, to be placed at `pointer` in a document; adjust the references in `parameters`."""
     # Arguments are an object even if their schema does not say so.
-    text = json.dumps({"type": "object", **parameters})
-    moved = _REFERENCE.sub(f'"$ref": "{pointer}/properties/parameters', text)
+    moved = move_references({"type": "object", **parameters}, f"{pointer}/properties/parameters")
     return {
         "type": "object",
-        "properties": {"name": {"const": name}, "parameters": json.loads(moved)},
+        "properties": {"name": {"const": name}, "parameters": moved},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
