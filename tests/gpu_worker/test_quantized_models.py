@@ -64,6 +64,21 @@ def test_every_scheme_stands_for_what_its_definition_says(name: str, tmp_path: P
     assert bool((error <= 3e-7 * expected.double().abs() + 3e-7 * float(weight.abs().max())).all())
 
 
+@pytest.mark.parametrize("num_bits", [4, 8])
+def test_zero_points_of_zero_borrow_from_the_next_ones(num_bits: int, tmp_path: Path) -> None:
+    """GPTQModel converts zero points to the first version of the format by subtracting from packed words."""
+    shifts = torch.arange(0, 32, num_bits)
+    zero = torch.randint(0, 3, (4, len(shifts)))
+    tensors = {
+        "qweight": torch.zeros(4 * 32 * num_bits // 32, len(shifts), dtype=torch.int32),
+        "qzeros": ((zero << shifts).sum(1, keepdim=True) - int((1 << shifts).sum())).int(),
+        "scales": torch.ones(4, len(shifts), dtype=torch.float16),
+    }
+    save_file({f"a.{part}": tensor for part, tensor in tensors.items()}, tmp_path / "a.safetensors")
+    found = SafetensorsFiles([tmp_path / "a.safetensors"], Scheme("gptq", {"bits": num_bits})).matrix("a.weight")
+    assert torch.equal(found.dense(), -zero.t().float().repeat_interleave(32, dim=1))
+
+
 @pytest.mark.parametrize("shape", [(1, 192), (1, 320), (2, 192), (1, 128)])
 def test_blocks_may_end_before_their_last_row_and_column(shape: tuple[int, int], tmp_path: Path) -> None:
     quantize, settings = SCHEMES["fp8-blocks"]

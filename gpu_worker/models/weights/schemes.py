@@ -109,10 +109,12 @@ def _gptq(module: Module, scheme: Scheme) -> Weight:
     # Weights [K * bits / 32, N] with inputs packed; zeros [groups, N * bits / 32] with outputs packed; scales [groups,
     # N].
     levels = _unpacked(module.get("qweight").t().contiguous(), num_bits)
-    scale, zero = module.get("scales").t(), _unpacked(module.get("qzeros"), num_bits).t().int()
-    # The first version of the format stores zero points minus 1.
+    scale, words = module.get("scales").t(), module.get("qzeros")
+    # The first version of the format subtracts 1 from each zero point. GPTQModel subtracts in the packed words, so a
+    # zero point of 0 borrows from the next one.
     if scheme.settings.get("checkpoint_format", "gptq") != "gptq_v2":
-        zero = zero + 1
+        words = words + sum(1 << shift for shift in range(0, 32, num_bits))
+    zero = _unpacked(words, num_bits).t().int()
     num_columns, num_groups = levels.shape[1], scale.shape[1]
     _check_groups(scale, num_columns, scheme)
     groups = module.first("g_idx")
