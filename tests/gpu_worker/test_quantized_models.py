@@ -312,3 +312,14 @@ def test_groups_of_another_size_than_declared_are_refused(name: str, tmp_path: P
     declare(tmp_path, {**SCHEMES[name][1], "group_size": 96})
     with pytest.raises(ConfigError, match=r"3 scales for 192 columns; config\.json declares groups of 96"):
         read(tmp_path, "model.layers.0.mlp.down_proj.weight")
+
+
+@pytest.mark.parametrize("settings", [{"format": "GPTQ_V2"}, {"checkpoint_format": None, "format": "gptq_v2"}])
+def test_the_version_of_gptq_may_be_declared_as_the_format(settings: dict[str, Any], tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path, "Llama", **SIZES)
+    quantize_model(tmp_path, model, "gptq-v2")
+    name = "model.layers.0.mlp.down_proj.weight"
+    expected = read(tmp_path, name).dense()
+    declare(tmp_path, {"quant_method": "gptq", "bits": 4, "group_size": 64, **settings})
+    (tmp_path / "midstream.json").unlink()
+    assert torch.equal(read(tmp_path, name).dense(), expected)

@@ -105,19 +105,29 @@ def _gptq(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         _refuse(f"{place} has GPTQ with {settings.get('bits')} bits; supported are 4 and 8")
     if settings.get("dynamic"):
         _refuse(f"{place} has GPTQ with settings for single modules (dynamic)")
-    if settings.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2") or settings.get("is_marlin_format"):
-        _refuse(f"{place} has GPTQ in the format {settings.get('checkpoint_format', 'marlin')!r}")
-    return {**settings, "group_sizes": _group_sizes(place, [settings.get("group_size", -1)])}
+    kind = "marlin" if settings.get("is_marlin_format") else _layout(settings, "checkpoint_format", "gptq")
+    if kind not in ("gptq", "gptq_v2"):
+        _refuse(f"{place} has GPTQ in the format {kind!r}")
+    sizes = _group_sizes(place, [settings.get("group_size", -1)])
+    return {**settings, "checkpoint_format": kind, "group_sizes": sizes}
 
 
 def _awq(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    bits, version = settings.get("bits", settings.get("w_bit")), str(settings.get("version", "gemm")).lower()
+    bits, version = settings.get("bits", settings.get("w_bit")), _layout(settings, "version", "gemm")
+    if settings.get("backend") == "llm-awq":  # the backend implies the layout, as in transformers
+        version = "llm-awq"
     if bits != 4:
         _refuse(f"{place} has AWQ with {bits} bits; only 4 is supported")
     if version != "gemm":
         _refuse(f"{place} has AWQ in the layout {version!r}; only gemm is supported")
     size = settings.get("group_size", settings.get("q_group_size", -1))
     return {**settings, "group_sizes": _group_sizes(place, [size])}
+
+
+def _layout(settings: Mapping[str, Any], name: str, default: str) -> str:
+    """Return the layout that `name` or, as newer files call it, `format` declares."""
+    layouts = (settings.get(name), settings.get("format"), default)
+    return next(str(layout).lower() for layout in layouts if layout is not None)
 
 
 def _compressed(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
