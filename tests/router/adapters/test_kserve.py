@@ -75,9 +75,7 @@ async def test_the_official_client(cluster: Cluster, tokenizer: Tokenizer) -> No
     assert [list(native.stopping.stop_words) for native in natives].count(["never"]) == 3
 
 
-@pytest.mark.skipif(
-    not KSERVE_PYTHON, reason="MIDSTREAM_KSERVE_PYTHON is not set (kserve, tritonclient[http])"
-)
+@pytest.mark.skipif(not KSERVE_PYTHON, reason="MIDSTREAM_KSERVE_PYTHON is not set (kserve, tritonclient[http])")
 async def test_kserves_client_with_numpy_data(cluster: Cluster, tokenizer: Tokenizer) -> None:
     router = await cluster.add_router(await cluster.add_detokenizer())
     assert router.http is not None
