@@ -211,7 +211,7 @@ async def test_routers_and_detokenizers_follow_the_active_scheduler(
     with contextlib.ExitStack() as stack:
         if through == "pooler":
             parameters = conninfo_to_dict(database)
-            pooled = stack.enter_context(pooler(int(parameters["port"]), "transaction"))
+            pooled = stack.enter_context(pooler(int(str(parameters["port"])), "transaction"))
             database = f"{pooled} user={parameters['user']}"
         await _follow(database, tmp_path)
 
