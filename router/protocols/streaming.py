@@ -30,7 +30,9 @@ class EventStream:
         self._send = send
 
     async def begin(self, headers: Mapping[str, str] | None = None) -> None:
-        """Write the head; `headers` are added to it."""
+        """Write the head, unless it was written; `headers` are added to it."""
+        if self.has_begun:
+            return
         self.has_begun = True
         named = [(name.encode(), value.encode()) for name, value in {**_SSE_HEADERS, **(headers or {})}.items()]
         await self._send({"type": "http.response.start", "status": 200, "headers": named})
