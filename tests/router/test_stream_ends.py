@@ -144,7 +144,10 @@ async def test_resume_reads_a_finished_request_from_any_offset(
     with pytest.raises(errors.OutOfRangeError) as raised:
         await client.resume("r", len(whole.token_ids) + 1).result()
     assert raised.value.code == grpc.StatusCode.OUT_OF_RANGE.value[0]
-    assert str(raised.value) == f"from_token: is {len(whole.token_ids) + 1}, but the output has {len(whole.token_ids)} tokens"
+    assert (
+        str(raised.value)
+        == f"from_token: is {len(whole.token_ids) + 1}, but the output has {len(whole.token_ids)} tokens"
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [7, 5, 4])
