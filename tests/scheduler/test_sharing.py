@@ -181,13 +181,15 @@ def test_two_large_requests_do_not_block_new_ones(capacity: str, reuse: bool, nu
     assert not {"one", "two"} & set(harness.ended)
 
 
-def test_a_prompt_does_not_wait_for_the_long_prompts_of_another_client() -> None:
+@pytest.mark.parametrize("client_id", ["light", "heavy"])
+def test_a_prompt_does_not_wait_for_the_long_prompts_of_others(client_id: str) -> None:
+    """Neither those of another client nor those of the same one."""
     harness = Harness(pipeline_depth=1, max_num_tokens=16)
     harness.add_group(num_blocks=256, max_num_tokens=16)
     for name in "abc":
         harness.submit(name, 160, 1, client_id="heavy")
     harness.turn()
-    harness.submit("x", 8, 2, client_id="light")
+    harness.submit("x", 8, 2, client_id=client_id)
     assert steps_until_first_token(harness, "x", 10)
     assert not harness.ended
 
