@@ -41,7 +41,7 @@ _SHARING = (
 )
 # Files whose tests share the processes started in tests/faults/conftest.py.
 _PROCESSES = "the processes"
-_FAULTS = ("service_faults", "worker_faults", "idempotent_calls", "batches")
+_FAULTS = ("service_faults", "worker_faults", "idempotent_calls", "batches", "suspensions", "out_of_memory")
 # Files that take 20 s or longer, longest first.
 _LONG = (
     "tests/simulation/test_simulation.py",
