@@ -40,7 +40,7 @@ _LOST_GRACE_S = 2.0
 # See FeedHello.
 _FEATURES = ("prompt_alone",)
 _Call = grpc.aio.StreamStreamCall[pb.FeedCommand, pb.FeedBatch]
-_PartT = TypeVar("_PartT", pb.FeedOpened, pb.FeedOutputs, pb.FeedSequenceEnd, pb.FeedEnded)
+_PartT = TypeVar("_PartT", pb.FeedOpened, pb.FeedKindChange, pb.FeedOutputs, pb.FeedSequenceEnd, pb.FeedEnded)
 
 
 class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
@@ -123,6 +123,7 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
 
     def _take(self, batch: pb.FeedBatch) -> None:
         self._take_each(batch.opened, self._open)
+        self._take_each(batch.kind_changes, _change_kind)
         self._push_tokens(batch)
         self._take_each(batch.outputs, _add_outputs)
         self._take_each(batch.sequence_ends, self._end_sequence)
@@ -274,6 +275,10 @@ class FeedPool:
 
 def _add_outputs(stream: OutputStream, outputs: pb.FeedOutputs) -> None:
     stream.add_outputs(outputs.sequence_index, outputs.token_offset, extras_from_proto(outputs))
+
+
+def _change_kind(stream: OutputStream, change: pb.FeedKindChange) -> None:
+    stream.change_kind(change.changed_at)
 
 
 def _end(stream: OutputStream, ended: pb.FeedEnded) -> None:

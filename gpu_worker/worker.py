@@ -221,7 +221,7 @@ def _registration(
     return worker_pb2.Register(
         group_id=config.group_id or f"{socket.gethostname()}-{config.name or os.getpid()}",
         incarnation=secrets.randbits(64),
-        model_fingerprint=folder.fingerprint,
+        kind=worker_pb2.Register().kind.__class__(model_fingerprint=folder.fingerprint),
         tokens_per_block=config.tokens_per_block,
         num_blocks=runner.kv.num_blocks,
         vocab_size=model.description.vocab_size,

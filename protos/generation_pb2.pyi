@@ -1030,6 +1030,7 @@ class PerfMetrics(google.protobuf.message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
     NUM_STEPS_FIELD_NUMBER: builtins.int
+    NUM_KIND_CHANGES_FIELD_NUMBER: builtins.int
     arrival_unix_ns: builtins.int
     first_scheduled_unix_ns: builtins.int
     first_token_unix_ns: builtins.int
@@ -1040,6 +1041,8 @@ class PerfMetrics(google.protobuf.message.Message):
     num_accepted_tokens: builtins.int
     num_steps: builtins.int
     """Number of steps in which the request took part."""
+    num_kind_changes: builtins.int
+    """How often the request moved to another kind of workers."""
     def __init__(
         self,
         *,
@@ -1052,8 +1055,9 @@ class PerfMetrics(google.protobuf.message.Message):
         num_draft_tokens: builtins.int = ...,
         num_accepted_tokens: builtins.int = ...,
         num_steps: builtins.int = ...,
+        num_kind_changes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arrival_unix_ns", b"arrival_unix_ns", "first_scheduled_unix_ns", b"first_scheduled_unix_ns", "first_token_unix_ns", b"first_token_unix_ns", "last_token_unix_ns", b"last_token_unix_ns", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_preemptions", b"num_preemptions", "num_recoveries", b"num_recoveries", "num_steps", b"num_steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arrival_unix_ns", b"arrival_unix_ns", "first_scheduled_unix_ns", b"first_scheduled_unix_ns", "first_token_unix_ns", b"first_token_unix_ns", "last_token_unix_ns", b"last_token_unix_ns", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_kind_changes", b"num_kind_changes", "num_preemptions", b"num_preemptions", "num_recoveries", b"num_recoveries", "num_steps", b"num_steps"]) -> None: ...
 
 global___PerfMetrics = PerfMetrics
 
@@ -1104,6 +1108,7 @@ class GenerateResponse(google.protobuf.message.Message):
     TENSORS_FIELD_NUMBER: builtins.int
     PERF_METRICS_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    KIND_CHANGED_AT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     sequence_index: builtins.int
     token_offset: builtins.int
@@ -1124,6 +1129,11 @@ class GenerateResponse(google.protobuf.message.Message):
     matched_stop_token_id: builtins.int
     cumulative_log_prob: builtins.float
     """Cumulative log probability of the whole sequence; set on its final chunk if log probabilities are requested."""
+    kind_changed_at: builtins.int
+    """Set from the first chunk on with tokens of another kind of workers (WorkerKind) than the sequence's first token:
+    the index of the first token that the original kind might not have given. 0 if the weights turned out to differ only
+    afterwards.
+    """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -1162,11 +1172,14 @@ class GenerateResponse(google.protobuf.message.Message):
         tensors: collections.abc.Iterable[global___Tensor] | None = ...,
         perf_metrics: global___PerfMetrics | None = ...,
         error: global___ErrorInfo | None = ...,
+        kind_changed_at: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "finish_reason", b"finish_reason", "is_final", b"is_final", "is_sequence_final", b"is_sequence_final", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "matched_stop_word", b"matched_stop_word", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "request_id", b"request_id", "sequence_index", b"sequence_index", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids", "token_offset", b"token_offset", "usage", b"usage"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_kind_changed_at", b"_kind_changed_at", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "kind_changed_at", b"kind_changed_at", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "usage", b"usage"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_kind_changed_at", b"_kind_changed_at", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "finish_reason", b"finish_reason", "is_final", b"is_final", "is_sequence_final", b"is_sequence_final", "kind_changed_at", b"kind_changed_at", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "matched_stop_word", b"matched_stop_word", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "request_id", b"request_id", "sequence_index", b"sequence_index", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids", "token_offset", b"token_offset", "usage", b"usage"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob"]) -> typing.Literal["cumulative_log_prob"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_kind_changed_at", b"_kind_changed_at"]) -> typing.Literal["kind_changed_at"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_matched_stop_token_id", b"_matched_stop_token_id"]) -> typing.Literal["matched_stop_token_id"] | None: ...
 

@@ -8,6 +8,7 @@ import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
+import protos.kind_pb2
 import typing
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
@@ -188,6 +189,7 @@ class WorkerGroupInfo(google.protobuf.message.Message):
     NUM_ACTIVE_SEQUENCES_FIELD_NUMBER: builtins.int
     NUM_PLACED_REQUESTS_FIELD_NUMBER: builtins.int
     NUM_STEPS_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     epoch: builtins.int
     num_blocks: builtins.int
@@ -198,6 +200,8 @@ class WorkerGroupInfo(google.protobuf.message.Message):
     """Number of sequences on the group now, and number of requests placed on it since it joined."""
     num_placed_requests: builtins.int
     num_steps: builtins.int
+    @property
+    def kind(self) -> protos.kind_pb2.WorkerKind: ...
     def __init__(
         self,
         *,
@@ -210,8 +214,10 @@ class WorkerGroupInfo(google.protobuf.message.Message):
         num_active_sequences: builtins.int = ...,
         num_placed_requests: builtins.int = ...,
         num_steps: builtins.int = ...,
+        kind: protos.kind_pb2.WorkerKind | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "dtype", b"dtype", "epoch", b"epoch", "group_id", b"group_id", "num_active_sequences", b"num_active_sequences", "num_blocks", b"num_blocks", "num_placed_requests", b"num_placed_requests", "num_steps", b"num_steps", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["kind", b"kind"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "dtype", b"dtype", "epoch", b"epoch", "group_id", b"group_id", "kind", b"kind", "num_active_sequences", b"num_active_sequences", "num_blocks", b"num_blocks", "num_placed_requests", b"num_placed_requests", "num_steps", b"num_steps", "world_size", b"world_size"]) -> None: ...
 
 global___WorkerGroupInfo = WorkerGroupInfo
 

@@ -15,7 +15,7 @@ from unittest import mock
 
 import zmq
 
-from protos import generation_pb2, worker_pb2
+from protos import generation_pb2, kind_pb2, worker_pb2
 from scheduler.core import standing
 from tests.fakes.model import FakeModel, ProtocolError
 from tests.faults.mutation import Mutator
@@ -83,7 +83,8 @@ class HostileWorker:
 
     def _registration(self) -> worker_pb2.Register:
         return worker_pb2.Register(
-            group_id="hostile", incarnation=self._dice.getrandbits(60), model_fingerprint="print",
+            group_id="hostile", incarnation=self._dice.getrandbits(60),
+            kind=kind_pb2.WorkerKind(model_fingerprint="print"),
             tokens_per_block=16, num_blocks=256, vocab_size=MODEL.vocab_size, max_sequence_length=4096,
             max_batch_size=64, max_num_tokens=512, world_size=1, device="fake", protocol_version=1,
         )  # fmt: skip

@@ -26,7 +26,7 @@ from gpu_worker.kv.transfer import Fetched
 from gpu_worker.scheduler_link.link import EpochStarted, SchedulerLink, Stopped, WaitingStep, Work
 from midstream.errors import ExecutionError
 from midstream.telemetry import Metrics
-from protos import worker_pb2
+from protos import kind_pb2, worker_pb2
 from tests.simulation.loop import Flag, Process
 from tests.simulation.model import POISON_ID, TOKENS_PER_BLOCK, VOCAB_SIZE, SimulatedModel, fingerprint
 from tests.simulation.network import Network, running
@@ -238,7 +238,7 @@ class SimulatedWorker:
         register = worker_pb2.Register(
             group_id=name,
             incarnation=incarnation,
-            model_fingerprint=fingerprint(),
+            kind=kind_pb2.WorkerKind(model_fingerprint=fingerprint()),
             tokens_per_block=tokens_per_block,
             num_blocks=num_blocks,
             vocab_size=VOCAB_SIZE,
