@@ -258,13 +258,17 @@ def _apply(sealed: bytes, requests: dict[int, StoredRequest], clock: SteadyClock
         if step.request in requests:
             requests[step.request].beam_steps.append(read_beam_step(step))
             requests[step.request].is_changed |= marks
+    _apply_kinds(record, requests, marks)
+    _apply_ends(record, requests, clock, marks)
+    return True
+
+
+def _apply_kinds(record: pb.JournalCommit, requests: dict[int, StoredRequest], marks: bool) -> None:
     for item in record.kinds:
         if item.request in requests:
             found = requests[item.request]
             found.kind, found.kind_changed_at = kind_from_proto(item.kind), tuple(item.changed_at)
             found.is_changed |= marks
-    _apply_ends(record, requests, clock, marks)
-    return True
 
 
 def _apply_ends(record: pb.JournalCommit, requests: dict[int, StoredRequest], clock: SteadyClock, marks: bool) -> None:

@@ -66,16 +66,8 @@ def decode_worker_message(
         return WorkerBeat(time_ns, connection, beat.epoch, beat.last_step_id, memory, stored, removed)
     if kind == "register":
         return _registered(message.register, connection, time_ns)
-    if kind == "weights_hashed":
-        hashed = message.weights_hashed
-        return WeightsHashed(time_ns, connection, hashed.epoch, hashed.weights_root, hashed.block_kind)
-    if kind == "leave":
-        return WorkerLeft(time_ns, connection, message.leave.epoch, message.leave.reason)
-    if kind == "blocks_fetched":
-        fetched = message.blocks_fetched
-        return BlocksFetched(
-            time_ns, connection, fetched.epoch, tuple(fetched.fetched_hashes), tuple(fetched.missing_hashes)
-        )
+    if kind in ("weights_hashed", "leave", "blocks_fetched"):
+        return _notice(message, connection, time_ns)
     if kind == "lora_result":
         return message.lora_result
     if kind == "image_encoded":
@@ -83,6 +75,20 @@ def decode_worker_message(
     if kind == "step_outputs":
         return message.step_outputs
     raise ValueError("the message is empty")
+
+
+def _notice(
+    message: worker_pb2.WorkerMessage, connection: bytes, time_ns: int
+) -> WeightsHashed | WorkerLeft | BlocksFetched:
+    if message.HasField("leave"):
+        return WorkerLeft(time_ns, connection, message.leave.epoch, message.leave.reason)
+    if message.HasField("weights_hashed"):
+        hashed = message.weights_hashed
+        return WeightsHashed(time_ns, connection, hashed.epoch, hashed.weights_root, hashed.block_kind)
+    fetched = message.blocks_fetched
+    return BlocksFetched(
+        time_ns, connection, fetched.epoch, tuple(fetched.fetched_hashes), tuple(fetched.missing_hashes)
+    )
 
 
 def _registered(message: worker_pb2.Register, connection: bytes, time_ns: int) -> WorkerRegistered:
