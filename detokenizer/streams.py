@@ -364,12 +364,21 @@ class OutputStream:
 class RouterConnection:
     """The streams of one router; they mark themselves as ready, and `collect` returns all ready output as a batch."""
 
-    def __init__(self, wake: Callable[[], None], detach: Callable[[OutputStream], None]) -> None:
+    def __init__(
+        self, wake: Callable[[], None], detach: Callable[[OutputStream], None], tokenizer_fingerprint: str = ""
+    ) -> None:
         """`wake` is called when there is output to collect, `detach` with each stream that has ended."""
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._is_new = False
         self.streams: dict[int, OutputStream] = {}
         self._wake = wake
         self._detach = detach
         self._ready: dict[int, OutputStream] = {}
+
+    def begin(self) -> None:
+        """Send the first batch, which identifies the tokenizer."""
+        self._is_new = True
+        self._wake()
 
     def mark_ready(self, stream: OutputStream) -> None:
         """Record that a stream has output to send."""
@@ -381,6 +390,11 @@ class RouterConnection:
         """Return ready output, one chunk per sequence, up to about MAX_BATCH_BYTES, and drop finished streams; None if
         there is none.
         """
+        if self._is_new:
+            self._is_new = False
+            if self._ready:
+                self._wake()
+            return pb.StreamBatch(tokenizer_fingerprint=self._tokenizer_fingerprint)
         if not self._ready:
             return None
         ready, self._ready = self._ready, {}

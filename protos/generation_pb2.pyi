@@ -106,6 +106,7 @@ class GenerateRequest(google.protobuf.message.Message):
     KEEP_S_FIELD_NUMBER: builtins.int
     ATTACHMENT_FIELD_NUMBER: builtins.int
     IMAGES_FIELD_NUMBER: builtins.int
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the client, or by the router if empty. At most 128 characters. Unique among running and recently finished
     requests: submitting an id again attaches to the existing request if the contents are the same, and otherwise fails
@@ -148,6 +149,10 @@ class GenerateRequest(google.protobuf.message.Message):
     """
     attachment: builtins.bytes
     """Data from which the protocol adapter rebuilds its response. No other service reads it; clients leave it unset."""
+    tokenizer_fingerprint: builtins.str
+    """Identifies the tokenizer with which token_ids were made (ModelInfo.tokenizer_fingerprint): only detokenizers with the
+    same one are fed with the output. Set by the router; clients leave it unset. Empty: any detokenizer.
+    """
     @property
     def token_ids(self) -> global___TokenIds:
         """Token ids in 0..vocab_size-1. The router always sends this form to the scheduler."""
@@ -215,9 +220,10 @@ class GenerateRequest(google.protobuf.message.Message):
         keep_s: builtins.int = ...,
         attachment: builtins.bytes = ...,
         images: collections.abc.Iterable[global___Image] | None = ...,
+        tokenizer_fingerprint: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_streaming", b"_streaming", "_timeout_ms", b"_timeout_ms", "chat", b"chat", "guided_decoding", b"guided_decoding", "input", b"input", "kv_retention", b"kv_retention", "lora", b"lora", "max_tokens", b"max_tokens", "output", b"output", "prompt", b"prompt", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "sampling", b"sampling", "speculative", b"speculative", "stopping", b"stopping", "streaming", b"streaming", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_streaming", b"_streaming", "_timeout_ms", b"_timeout_ms", "arrival_time_unix_ns", b"arrival_time_unix_ns", "attachment", b"attachment", "cache_salt", b"cache_salt", "chat", b"chat", "client_id", b"client_id", "detached", b"detached", "guided_decoding", b"guided_decoding", "images", b"images", "input", b"input", "keep_s", b"keep_s", "kv_retention", b"kv_retention", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "max_tokens", b"max_tokens", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "request_id", b"request_id", "sampling", b"sampling", "speculative", b"speculative", "stopping", b"stopping", "streaming", b"streaming", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace_parent", b"trace_parent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_streaming", b"_streaming", "_timeout_ms", b"_timeout_ms", "arrival_time_unix_ns", b"arrival_time_unix_ns", "attachment", b"attachment", "cache_salt", b"cache_salt", "chat", b"chat", "client_id", b"client_id", "detached", b"detached", "guided_decoding", b"guided_decoding", "images", b"images", "input", b"input", "keep_s", b"keep_s", "kv_retention", b"kv_retention", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "max_tokens", b"max_tokens", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "request_id", b"request_id", "sampling", b"sampling", "speculative", b"speculative", "stopping", b"stopping", "streaming", b"streaming", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "tokenizer_fingerprint", b"tokenizer_fingerprint", "trace_parent", b"trace_parent"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_tokens", b"_max_tokens"]) -> typing.Literal["max_tokens"] | None: ...
     @typing.overload

@@ -81,6 +81,7 @@ class ModelInfo(google.protobuf.message.Message):
     FEATURES_FIELD_NUMBER: builtins.int
     HIDDEN_SIZE_FIELD_NUMBER: builtins.int
     NUM_LAYERS_FIELD_NUMBER: builtins.int
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: builtins.int
     model: builtins.str
     architecture: builtins.str
     """For example `llama`, as in the model folder's config."""
@@ -93,6 +94,8 @@ class ModelInfo(google.protobuf.message.Message):
     has_chat_template: builtins.bool
     hidden_size: builtins.int
     num_layers: builtins.int
+    tokenizer_fingerprint: builtins.str
+    """Identifies the tokenizer, with its special tokens and end ids."""
     @property
     def end_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -113,9 +116,10 @@ class ModelInfo(google.protobuf.message.Message):
         features: collections.abc.Iterable[builtins.str] | None = ...,
         hidden_size: builtins.int = ...,
         num_layers: builtins.int = ...,
+        tokenizer_fingerprint: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_pad_id", b"_pad_id", "pad_id", b"pad_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_pad_id", b"_pad_id", "architecture", b"architecture", "end_ids", b"end_ids", "features", b"features", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "hidden_size", b"hidden_size", "max_sequence_length", b"max_sequence_length", "model", b"model", "num_layers", b"num_layers", "pad_id", b"pad_id", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_pad_id", b"_pad_id", "architecture", b"architecture", "end_ids", b"end_ids", "features", b"features", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "hidden_size", b"hidden_size", "max_sequence_length", b"max_sequence_length", "model", b"model", "num_layers", b"num_layers", "pad_id", b"pad_id", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_pad_id", b"_pad_id"]) -> typing.Literal["pad_id"] | None: ...
 
 global___ModelInfo = ModelInfo
@@ -228,18 +232,22 @@ class DetokenizerInfo(google.protobuf.message.Message):
     DETOKENIZER_ID_FIELD_NUMBER: builtins.int
     NUM_ATTACHED_FIELD_NUMBER: builtins.int
     NUM_ATTACHED_TOTAL_FIELD_NUMBER: builtins.int
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: builtins.int
     detokenizer_id: builtins.str
     num_attached: builtins.int
     num_attached_total: builtins.int
     """Number of streams attached since it connected."""
+    tokenizer_fingerprint: builtins.str
+    """As in ModelInfo."""
     def __init__(
         self,
         *,
         detokenizer_id: builtins.str = ...,
         num_attached: builtins.int = ...,
         num_attached_total: builtins.int = ...,
+        tokenizer_fingerprint: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["detokenizer_id", b"detokenizer_id", "num_attached", b"num_attached", "num_attached_total", b"num_attached_total"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["detokenizer_id", b"detokenizer_id", "num_attached", b"num_attached", "num_attached_total", b"num_attached_total", "tokenizer_fingerprint", b"tokenizer_fingerprint"]) -> None: ...
 
 global___DetokenizerInfo = DetokenizerInfo
 

@@ -253,7 +253,10 @@ class FeedHello(google.protobuf.message.Message):
 
     DETOKENIZER_ID_FIELD_NUMBER: builtins.int
     FEATURES_FIELD_NUMBER: builtins.int
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: builtins.int
     detokenizer_id: builtins.str
+    tokenizer_fingerprint: builtins.str
+    """Identifies the detokenizer's tokenizer, as in GenerateRequest. Requests of another tokenizer are refused."""
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Features of this detokenizer beyond the first version of this protocol. `prompt_alone`: it can return outputs for
@@ -265,8 +268,9 @@ class FeedHello(google.protobuf.message.Message):
         *,
         detokenizer_id: builtins.str = ...,
         features: collections.abc.Iterable[builtins.str] | None = ...,
+        tokenizer_fingerprint: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["detokenizer_id", b"detokenizer_id", "features", b"features"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["detokenizer_id", b"detokenizer_id", "features", b"features", "tokenizer_fingerprint", b"tokenizer_fingerprint"]) -> None: ...
 
 global___FeedHello = FeedHello
 
@@ -439,7 +443,7 @@ class FeedOpened(google.protobuf.message.Message):
     request_id: builtins.str
     num_prompt_tokens: builtins.int
     """Unset if the request is unknown or its output cannot be fed; `error` then contains the reason, and no more messages
-    follow.
+    follow. Its `field` is tokenizer_fingerprint if the detokenizer has another tokenizer than the request.
     """
     num_sequences: builtins.int
     min_tokens: builtins.int

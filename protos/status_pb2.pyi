@@ -520,11 +520,16 @@ class RouterStatus(google.protobuf.message.Message):
     IS_DRAINING_FIELD_NUMBER: builtins.int
     PROBLEMS_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: builtins.int
+    TEMPLATE_FINGERPRINT_FIELD_NUMBER: builtins.int
     router_id: builtins.str
     num_open_streams: builtins.int
     num_detokenizers: builtins.int
     num_live_detokenizers: builtins.int
     is_draining: builtins.bool
+    tokenizer_fingerprint: builtins.str
+    """Identifies the tokenizer (as in ModelInfo) and the chat templates. Routers that differ build other prompts."""
+    template_fingerprint: builtins.str
     @property
     def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Reasons why the router is unhealthy, such as stalled loops."""
@@ -543,8 +548,10 @@ class RouterStatus(google.protobuf.message.Message):
         is_draining: builtins.bool = ...,
         problems: collections.abc.Iterable[builtins.str] | None = ...,
         usage: collections.abc.Iterable[global___ClientUsage] | None = ...,
+        tokenizer_fingerprint: builtins.str = ...,
+        template_fingerprint: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["is_draining", b"is_draining", "num_detokenizers", b"num_detokenizers", "num_live_detokenizers", b"num_live_detokenizers", "num_open_streams", b"num_open_streams", "problems", b"problems", "router_id", b"router_id", "usage", b"usage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["is_draining", b"is_draining", "num_detokenizers", b"num_detokenizers", "num_live_detokenizers", b"num_live_detokenizers", "num_open_streams", b"num_open_streams", "problems", b"problems", "router_id", b"router_id", "template_fingerprint", b"template_fingerprint", "tokenizer_fingerprint", b"tokenizer_fingerprint", "usage", b"usage"]) -> None: ...
 
 global___RouterStatus = RouterStatus
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-import hashlib
 from dataclasses import dataclass, field
+
+from midstream.kind_names import kind_name
 
 
 class LostKind(enum.StrEnum):
@@ -40,5 +41,4 @@ class Kind:
     @property
     def name(self) -> str:
         """A short digest, for logs and metrics."""
-        parts = (self.model_fingerprint, self.weights_root, self.arithmetic)
-        return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:8]
+        return kind_name(self)

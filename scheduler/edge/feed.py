@@ -192,6 +192,7 @@ class FeedHub:
         detokenizer_id: str,
         wake: Callable[[], None],
         features: frozenset[str] = frozenset(),
+        tokenizer_fingerprint: str = "",
         *,
         flush: Callable[[], None] | None = None,
     ) -> DetokenizerFeed:
@@ -200,9 +201,10 @@ class FeedHub:
         Args:
             wake: Called when there is something new to collect.
             features: Features that the detokenizer supports.
+            tokenizer_fingerprint: Identifies its tokenizer.
             flush: Called instead of `wake` when everything new has been published; collects it immediately.
         """
-        feed = DetokenizerFeed(self, detokenizer_id, wake, features, flush or wake)
+        feed = DetokenizerFeed(self, detokenizer_id, wake, features, flush or wake, tokenizer_fingerprint)
         self.feeds.append(feed)
         return feed
 
@@ -211,6 +213,7 @@ class DetokenizerFeed:
     """One detokenizer's feed.
 
     Attributes:
+        tokenizer_fingerprint: Identifies the detokenizer's tokenizer.
         num_attached_total: Number of requests that were ever attached to it.
         dirty: Readers with new tokens to collect, in order.
         flush: Collects and sends new data, or wakes a task that does.
@@ -223,8 +226,10 @@ class DetokenizerFeed:
         wake: Callable[[], None],
         features: frozenset[str],
         flush: Callable[[], None],
+        tokenizer_fingerprint: str = "",
     ) -> None:
         self.flush = flush
+        self.tokenizer_fingerprint = tokenizer_fingerprint
         self.detokenizer_id = detokenizer_id
         self._features = features
         self.num_attached_total = 0
@@ -261,6 +266,11 @@ class DetokenizerFeed:
         log = self._hub.logs.get(request_id)
         if log is None:
             self.refuse(stream, request_id, NotFoundError(f"no request {request_id[:128]!r} is known here"))
+            return
+        if log.request.spec.tokenizer_fingerprint not in ("", self.tokenizer_fingerprint):
+            # Its text would differ from that of the tokenizer with which the request began.
+            message = f"the detokenizer {self.detokenizer_id!r} has another tokenizer than the request"
+            self.refuse(stream, request_id, UnavailableError(message, field="tokenizer_fingerprint"))
             return
         if not log.request.spec.max_tokens and "prompt_alone" not in self._features:
             # An older detokenizer would drop the outputs of the prompt. The router attaches to another one instead.

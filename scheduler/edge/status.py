@@ -127,6 +127,7 @@ def detokenizer_infos(hub: FeedHub) -> list[loads_pb2.DetokenizerInfo]:
             detokenizer_id=feed.detokenizer_id,
             num_attached=feed.num_attached,
             num_attached_total=feed.num_attached_total,
+            tokenizer_fingerprint=feed.tokenizer_fingerprint,
         )
         for feed in hub.feeds
     ]

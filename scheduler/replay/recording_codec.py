@@ -36,7 +36,7 @@ from scheduler.wire.kinds import kind_from_proto, kind_to_proto
 from scheduler.wire.worker_messages import REGISTRATION_FIELDS, STEP_LISTS, decode_worker_message
 
 _OTHER_SPEC_FIELDS = {"prompt", "stop_token_ids", "retention", "deadline_ns", "decode_duration_ns"}
-_UNRECORDED_SPEC_FIELDS = {"keep_ns", "wants_log_probs", "payload"}
+_UNRECORDED_SPEC_FIELDS = {"keep_ns", "wants_log_probs", "tokenizer_fingerprint", "payload"}
 _SPEC_FIELDS = tuple(
     item.name
     for item in dataclasses.fields(RequestSpec)
