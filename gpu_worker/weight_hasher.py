@@ -60,8 +60,10 @@ class WeightHasher:
     def _wait(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
-        started, root, problem = time.monotonic(), process.stdout.read().strip(), process.stderr.read().strip()
-        if process.wait() == 0 and root:
+        started = time.monotonic()
+        with process:  # closes the pipes at the end; closing its input earlier would end the process
+            root, problem = process.stdout.read().strip(), process.stderr.read().strip()
+        if process.returncode == 0 and root:
             logger.info("hashed the weights in %.0f s", time.monotonic() - started, extra={"weights_root": root})
             self._on_root(root)
         elif problem:

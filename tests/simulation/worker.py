@@ -64,8 +64,9 @@ class Host:
         if not kind:
             return self
         if kind not in self.others:
-            store, tier = None if self.store is None else [], None if self.tier is None else {}
-            self.others[kind] = Host(store, tier, self.pools, self.happened)
+            host = self.others[kind] = Host(pools=self.pools, happened=self.happened)
+            host.store = None if self.store is None else []
+            host.tier = None if self.tier is None else {}
         return self.others[kind]
 
 
