@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
@@ -85,17 +86,29 @@ class Pace:
 
 @contextlib.contextmanager
 def _alone(folder: ModelFolder) -> Iterator[None]:
-    """Let only one process of this host hash the folder at a time; the next one finds the result."""
+    """Let only one process of this host hash the folder at a time; the next one finds the result. Where nothing can be
+    written, each process hashes for itself.
+    """
     path = midstream_home() / "trees" / f"{folder.fingerprint[:32]}.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as lock:
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(path.open("a"))
+        except OSError:
+            yield
+            return
+        while not _is_locked(lock):
             if select.select([sys.stdin], [], [], 0.5)[0]:
                 sys.exit(1)
         yield
+
+
+def _is_locked(lock: TextIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def main() -> int:

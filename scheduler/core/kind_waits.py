@@ -20,6 +20,8 @@ from scheduler.core.shared import Shared
 # A held request may start only when it is released.
 _NEVER_NS = (1 << 63) - 1
 _MAX_LOST = 256
+# Number of ended requests that may be kept, in addition to as many as wait.
+_MAX_ENDED = 64
 
 
 class KindWaits:
@@ -30,6 +32,7 @@ class KindWaits:
         self._config, self._clock = shared.config, shared.clock
         self._queue, self._timers = shared.queue, shared.timers
         self._waiting: dict[Request, int] = {}  # the time at which `lost_kind` applies
+        self._max_waiting = _MAX_ENDED
         self._lost_ns: OrderedDict[Kind, int] = OrderedDict()  # when a group of each kind was last lost
         membership.on_change = self._look_again
         membership.on_loss = self._note_loss
@@ -46,6 +49,9 @@ class KindWaits:
         """Set a queued request aside if only groups of other kinds could run it; return whether it was set aside."""
         if request in self._waiting or not request.is_bound or self._has_home(request):
             return False
+        if len(self._waiting) > self._max_waiting:
+            self._waiting = {other: due_ns for other, due_ns in self._waiting.items() if other in self._queue}
+            self._max_waiting = 2 * len(self._waiting) + _MAX_ENDED
         lost = [time_ns for kind, time_ns in self._lost_ns.items() if kind.agrees_with(request.known_kind)]
         due_ns = max(request.waiting_since_ns, *lost, 0) + self._config.no_worker_timeout_ns
         self._waiting[request] = due_ns

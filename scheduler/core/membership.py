@@ -134,7 +134,7 @@ class Membership:
     def prove_weights(self, event: WeightsHashed) -> None:
         """Record the complete identity of a group's weights, also for the requests that ran on the group before."""
         group = self.group_of(event)
-        if group is None:
+        if group is None or (event.weights_root, event.block_kind) == (group.kind.weights_root, group.block_kind):
             return
         kind = replace(group.kind, weights_root=event.weights_root)
         group.note_weights(kind, event.block_kind)

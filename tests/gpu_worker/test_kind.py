@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +106,23 @@ def test_a_worker_announces_the_root_once_its_weights_are_hashed(tmp_path: Path)
             assert scheduler.register(epoch=2).kind.weights_root == root
     finally:
         scheduler.close()
+
+
+def test_weights_are_hashed_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model"
+    path.mkdir()
+    make_tiny_model(path, "Llama")
+    model = open_model_folder(str(path))
+    (path / "midstream.tree.json").mkdir()
+    (tmp_path / "home").write_text("not a folder")
+    monkeypatch.setenv("MIDSTREAM_HOME", str(tmp_path / "home"))
+    found: queue.SimpleQueue[str] = queue.SimpleQueue()
+    hasher = WeightHasher(model, 100 << 20, found.put)
+    hasher.start()
+    try:
+        assert found.get(timeout=60) == hash_weights(model)
+    finally:
+        hasher.close()
 
 
 def test_hashing_has_the_lowest_priority_and_ends_with_the_worker(tmp_path: Path) -> None:

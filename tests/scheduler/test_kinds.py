@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.core.effects import KindSet
-from scheduler.core.events import Recovered, WeightsHashed
+from scheduler.core.events import AbortRequested, Recovered, WeightsHashed
 from scheduler.core.failure import UNAVAILABLE
 from scheduler.core.kind import Kind
 from scheduler.core.request import FinishReason, Request
@@ -277,3 +277,24 @@ def test_a_stale_timer_gives_up_no_request_that_found_its_kind_in_between() -> N
     wait(harness, 1_000)
     harness.run()
     assert harness.core.totals.num_kind_changes == 1
+
+
+def test_requests_that_ended_while_they_waited_are_forgotten() -> None:
+    harness = new_harness(lost_kind="wait")
+    kinds = {"a": PLAIN, "c": Kind("print", "", "f8")}
+    for name, kind in kinds.items():
+        harness.add_group(name, kind=kind, num_blocks=1000, max_batch_size=100)
+        for number in range(100):
+            harness.submit(f"{name}{number}", [5, 6, 7 + number], 6)
+        harness.turn()
+        harness.step(name)
+    harness.add_group("b", kind=INT8)
+    harness.leave("a")
+    harness.turn()
+    assert harness.core.kind_waits.num_waiting == 100
+    for number in range(100):
+        harness.handle(AbortRequested(harness.now_ns, f"a{number}"))
+    harness.leave("c")
+    harness.turn()
+    assert harness.core.kind_waits.num_waiting == 100
+    assert request_of(harness, "a0") not in harness.core.kind_waits
