@@ -74,7 +74,7 @@ class FeedBatchBuilder:
         """Add new data for a reader and advance its cursors; return False if some of it does not fit."""
         log = reader.log
         request, sequences = log.request, log.request.sequences
-        if not reader.is_opened or log.kind_changed_at != reader.kind_changed_at:
+        if not reader.is_opened or log.kind_changed_at is not reader.kind_changed_at:
             self._begin(reader, request)
         cursors = reader.cursors
         limits = log.num_committed

@@ -126,7 +126,7 @@ def add_end(record: pb.JournalCommit, number: int, index: int, end: SequenceEnd)
 
 
 def add_kind(record: pb.JournalCommit, number: int, kind: Kind, changed_at: tuple[int, ...]) -> None:
-    record.kinds.add(request=number, kind=kind_to_proto(kind), changed_at=changed_at)
+    record.kinds.add(request=number, kind=kind_to_proto(kind, describes=False), changed_at=changed_at)
 
 
 def add_beam_steps(record: pb.JournalCommit, number: int, steps: Iterable[BeamStep]) -> None:
