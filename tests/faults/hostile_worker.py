@@ -170,7 +170,9 @@ async def run(num_messages: int, seed: int) -> Outcome:
     """Send requests until the given number of messages has been mutated."""
     outcome = Outcome()
     with mock.patch.multiple(standing, FIRST_PAUSE_NS=_SHORT_PAUSE_NS, MAX_PAUSE_NS=_SHORT_PAUSE_NS):
-        async with run_scheduler(worker_timeout_ms=5_000, heartbeat_interval_ms=50) as scheduler:
+        # A changed registration may have another kind; the requests that ran there wait for it this long.
+        patience = {"worker_timeout_ms": 5_000, "heartbeat_interval_ms": 50, "no_worker_timeout_s": 1.0}
+        async with run_scheduler(**patience) as scheduler:
             healthy = await scheduler.worker(group_id="healthy")
             worker = HostileWorker(f"tcp://127.0.0.1:{scheduler.service.worker_port}", seed, scheduler)
             worker.thread.start()
