@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import platform
+from dataclasses import dataclass
 
 import torch
 
@@ -14,10 +15,18 @@ from kernels.cpu import load_library
 from kernels.linear import ROW_TILE
 from midstream.config import WorkerConfig
 from midstream.model.folder import ModelFolder
-from protos import kind_pb2
 
 # Increment it when a release changes the results of a setting, so that workers of both releases are told apart.
 _VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class OwnKind:
+    """The fields of WorkerKind (protos/kind.proto) without the root of the weights; protobuf may not be installed."""
+
+    model_fingerprint: str
+    arithmetic: str
+    description: str
 
 
 def arithmetic(config: WorkerConfig, model: LoadedModel) -> dict[str, str]:
@@ -43,8 +52,8 @@ def arithmetic(config: WorkerConfig, model: LoadedModel) -> dict[str, str]:
     return {name: value for name, value in settings.items() if value}
 
 
-def worker_kind(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, tensor_size: int) -> kind_pb2.WorkerKind:
-    """Return the worker's kind, without the root of its weights.
+def worker_kind(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, tensor_size: int) -> OwnKind:
+    """Return the worker's kind.
 
     Args:
         tensor_size: Number of ranks over which each layer is divided, on which the order of sums depends.
@@ -53,7 +62,7 @@ def worker_kind(config: WorkerConfig, folder: ModelFolder, model: LoadedModel, t
     if tensor_size > 1:
         settings["tensor_parallel"] = f"{tensor_size}{' experts' if config.expert_parallel else ''}"
     facts = (_VERSION, sorted(settings.items()), folder.tokenizer_fingerprint)
-    return kind_pb2.WorkerKind(
+    return OwnKind(
         model_fingerprint=folder.fingerprint,
         arithmetic=hashlib.sha256(repr(facts).encode()).hexdigest()[:32],
         description=" ".join(f"{name}={value}" for name, value in settings.items())[:_MAX_TEXT],

@@ -49,7 +49,7 @@ from midstream.rpc.health import Progress
 from midstream.security.curve import WorkerCredentials
 from midstream.telemetry import HttpServer, Metrics
 from midstream.telemetry.tracing import Tracer
-from protos import worker_pb2
+from protos import kind_pb2, worker_pb2
 
 if TYPE_CHECKING:
     from gpu_worker.parallel.group import RankGroup
@@ -80,8 +80,15 @@ class Worker:
         world_size = 1 if group is None else group.ranks.world_size
         registration = _registration(config, folder, self._runner, world_size, has_images=images is not None)
         tensor_size = 1 if group is None else group.ranks.tensor_size
-        registration.kind.CopyFrom(worker_kind(config, folder, self._runner.model, tensor_size))
-        registration.kind.weights_root = stored_root(folder)
+        kind = worker_kind(config, folder, self._runner.model, tensor_size)
+        registration.kind.CopyFrom(
+            kind_pb2.WorkerKind(
+                model_fingerprint=kind.model_fingerprint,
+                weights_root=stored_root(folder),
+                arithmetic=kind.arithmetic,
+                description=kind.description,
+            )
+        )
         self._hasher = None
         if config.hash_bytes_per_s > 0 and not registration.kind.weights_root:
             self._hasher = WeightHasher(folder, config.hash_bytes_per_s, self._note_root)
