@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import os
 import select
 import subprocess
 import sys
@@ -51,6 +50,10 @@ class WeightHasher:
         except OSError as error:
             logger.warning("cannot hash the weights: %s", error)
             return
+        with contextlib.suppress(psutil.Error, OSError):  # at once, so that its imports do not delay the first steps
+            started = psutil.Process(self._process.pid)
+            started.nice(_LOWEST_PRIORITY)
+            started.ionice(psutil.IOPRIO_CLASS_IDLE)
         threading.Thread(target=self._wait, args=(self._process,), name="weight-hasher", daemon=True).start()
 
     def close(self) -> None:
@@ -114,9 +117,6 @@ def _is_locked(lock: TextIO) -> bool:
 def main() -> int:
     """Hash a model folder and print the root of its tree; return the exit code."""
     model, bytes_per_s = sys.argv[1:]
-    os.nice(_LOWEST_PRIORITY)
-    with contextlib.suppress(psutil.Error, OSError):
-        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
     try:
         folder = open_model_folder(str(Path(model)))
         with _alone(folder):
