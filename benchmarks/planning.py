@@ -15,6 +15,7 @@ from scheduler.core.config import CoreConfig
 from scheduler.core.core import SchedulerCore
 from scheduler.core.effects import StepPlan
 from scheduler.core.events import StepDone, Submitted, Turn, WorkerRegistered
+from scheduler.core.kind import Kind
 from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
 from scheduler.core.request_scheduler import SimpleScheduler
 from scheduler.core.request_spec import RequestSpec
@@ -33,7 +34,7 @@ def measure(num_running: int, num_queued: int, num_steps: int, policy: str) -> d
         max_queue_size=num_queued + num_running,
     )
     core = SchedulerCore(config, scheduler)
-    core.handle(WorkerRegistered(0, b"w", "w", 1, "", 16, 1 << 17, 50_000, 8192, num_running, 8192, 1))
+    core.handle(WorkerRegistered(0, b"w", "w", 1, Kind(), 16, 1 << 17, 50_000, 8192, num_running, 8192, 1))
     for number in range(num_running + num_queued):
         prompt = array("I", [(number * 7 + index) % 50_000 for index in range(100 + number % 60)])
         core.handle(Submitted(0, RequestSpec(request_id=f"r{number}", prompt=prompt, max_tokens=400 + number % 97)))

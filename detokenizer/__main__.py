@@ -47,9 +47,12 @@ async def serve(config: DetokenizerConfig) -> None:
         LinkSettings.from_config(config, tls),
         num_tokens.inc,
         partial(record_stream, tracer) if tracer is not None else lambda _: None,
+        folder.tokenizer_fingerprint,
     )
     frames = FrameServer.from_config(config, tls)
-    servicer = DetokenizerServicer(pool, decoders, config.max_pending_bytes, frames)
+    servicer = DetokenizerServicer(
+        pool, decoders, config.max_pending_bytes, frames, tokenizer_fingerprint=folder.tokenizer_fingerprint
+    )
     metrics.gauge("num_attached_streams", "Requests attached by routers.").set_function(lambda: servicer.num_attached)
     metrics.gauge("num_connected_schedulers", "Open token feeds.").set_function(
         lambda: sum(feed.is_open for feed in pool.feeds.values())

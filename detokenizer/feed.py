@@ -40,7 +40,7 @@ _LOST_GRACE_S = 2.0
 # See FeedHello.
 _FEATURES = ("prompt_alone",)
 _Call = grpc.aio.StreamStreamCall[pb.FeedCommand, pb.FeedBatch]
-_PartT = TypeVar("_PartT", pb.FeedOpened, pb.FeedOutputs, pb.FeedSequenceEnd, pb.FeedEnded)
+_PartT = TypeVar("_PartT", pb.FeedOpened, pb.FeedKindChange, pb.FeedOutputs, pb.FeedSequenceEnd, pb.FeedEnded)
 
 
 class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
@@ -48,11 +48,18 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
 
     batch_class = pb.FeedBatch
 
-    def __init__(self, pool: FeedPool, target: str, detokenizer_id: str, end_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        pool: FeedPool,
+        target: str,
+        detokenizer_id: str,
+        end_ids: tuple[int, ...],
+        tokenizer_fingerprint: str = "",
+    ) -> None:
         super().__init__("scheduler", target, pool.settings, pool.server_name(target))
         self._pool = pool
         self._detokenizer_id = detokenizer_id
-        self._end_ids = end_ids
+        self._end_ids, self._tokenizer_fingerprint = end_ids, tokenizer_fingerprint
         self._streams: dict[int, OutputStream] = {}
 
     def attach(self, stream: OutputStream) -> None:
@@ -93,7 +100,12 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
         return stub.OpenTokenFeed(OpenFramesRequest(), wait_for_ready=True)
 
     def _hello(self) -> pb.FeedCommand:
-        return pb.FeedCommand(hello=pb.FeedHello(detokenizer_id=self._detokenizer_id, features=_FEATURES))
+        hello = pb.FeedHello(
+            detokenizer_id=self._detokenizer_id,
+            features=_FEATURES,
+            tokenizer_fingerprint=self._tokenizer_fingerprint,
+        )
+        return pb.FeedCommand(hello=hello)
 
     def _greet(self) -> None:
         for stream in self._streams.values():
@@ -123,6 +135,7 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
 
     def _take(self, batch: pb.FeedBatch) -> None:
         self._take_each(batch.opened, self._open)
+        self._take_each(batch.kind_changes, _change_kind)
         self._push_tokens(batch)
         self._take_each(batch.outputs, _add_outputs)
         self._take_each(batch.sequence_ends, self._end_sequence)
@@ -185,15 +198,16 @@ class FeedPool:
         settings: LinkSettings,
         count_tokens: Callable[[int], None],
         on_detach: Callable[[OutputStream], None] = lambda _: None,
+        tokenizer_fingerprint: str = "",
     ) -> None:
-        """`on_detach` is called with each stream that is detached."""
+        """`on_detach` is called with each stream that is detached; schedulers are told `tokenizer_fingerprint`."""
         self.settings = settings
         self.count_tokens = count_tokens
         self.feeds: dict[str, SchedulerFeed] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running = asyncio.TaskGroup()
         self._detokenizer_id = detokenizer_id
-        self._end_ids = end_ids
+        self._end_ids, self._tokenizer_fingerprint = end_ids, tokenizer_fingerprint
         self._discovery = Discovery(
             targets, field="schedulers", on_change=self._set_targets, get_epoch=partial(scheduler_epoch, settings)
         )
@@ -266,7 +280,8 @@ class FeedPool:
             self._tasks.pop(target).cancel()
         for target in targets:
             if target not in self.feeds:
-                feed = self.feeds[target] = SchedulerFeed(self, target, self._detokenizer_id, self._end_ids)
+                identity = self._detokenizer_id, self._end_ids, self._tokenizer_fingerprint
+                feed = self.feeds[target] = SchedulerFeed(self, target, *identity)
                 self._tasks[target] = self._running.create_task(feed.run(), name=f"feed-{target}")
                 for stream in self._waiting.values():
                     feed.attach(stream)
@@ -274,6 +289,10 @@ class FeedPool:
 
 def _add_outputs(stream: OutputStream, outputs: pb.FeedOutputs) -> None:
     stream.add_outputs(outputs.sequence_index, outputs.token_offset, extras_from_proto(outputs))
+
+
+def _change_kind(stream: OutputStream, change: pb.FeedKindChange) -> None:
+    stream.change_kind(change.changed_at)
 
 
 def _end(stream: OutputStream, ended: pb.FeedEnded) -> None:

@@ -30,6 +30,7 @@ class _FramesHandler:
         self._pump = Pump(connection, self._collect, servicer.check_drained)
         self._router = servicer.connect_frames(self._pump)
         self.resume = self._pump.run
+        self._router.begin()
 
     def _collect(self) -> pb.StreamBatch | None:
         return self._router.collect()
@@ -46,9 +47,18 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
     """Implements protos/detokenizer.proto."""
 
     def __init__(
-        self, pool: FeedPool, decoders: DecoderFactory, max_pending_bytes: int, frames: FrameServer | None = None
+        self,
+        pool: FeedPool,
+        decoders: DecoderFactory,
+        max_pending_bytes: int,
+        frames: FrameServer | None = None,
+        *,
+        tokenizer_fingerprint: str = "",
     ) -> None:
-        """`frames` accepts frame connections; if it is None, routers connect over gRPC."""
+        """`frames` accepts frame connections; if it is None, routers connect over gRPC. Each router is told
+        `tokenizer_fingerprint`.
+        """
+        self._tokenizer_fingerprint = tokenizer_fingerprint
         self._frames = frames
         self._pool = pool
         self._decoders = decoders
@@ -70,7 +80,7 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
         await self._drained.wait()
 
     def connect(self, wake: Callable[[], None]) -> RouterConnection:
-        connection = RouterConnection(wake, self._pool.detach)
+        connection = RouterConnection(wake, self._pool.detach, self._tokenizer_fingerprint)
         self._connections[connection] = None
         return connection
 
@@ -98,6 +108,7 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
         connection = self.connect(ready.set)
         # The headers tell the router that the stream is open before there is output.
         await context.send_initial_metadata(())
+        connection.begin()
         try:
             async with asyncio.TaskGroup() as group:
                 writer = group.create_task(self._write(connection, ready, context))

@@ -53,6 +53,7 @@ class _Sequence:
     num_dropped: int = 0  # tokens after the stop word, which the scheduler has counted as output
     outputs: OutputCursor = field(default_factory=OutputCursor)
     early: list[tuple[int, Extras]] = field(default_factory=list)  # outputs of tokens not yet received
+    kind_changed_at: int | None = None  # as in GenerateResponse
     all_ids: list[int] = field(default_factory=list)
     all_text: str = ""
 
@@ -185,6 +186,11 @@ class OutputStream:
             sequence.is_stop_due = False
             upstream.send_stop(self, sequence_index, text.stop_at, text.stop_word or "")
 
+    def change_kind(self, changed_at: Sequence[int]) -> None:
+        """Record from which of its tokens on each sequence is computed by another kind of workers."""
+        for sequence, offset in zip(self._sequences, changed_at, strict=False):
+            sequence.kind_changed_at = self._num_prompt + offset
+
     def add_outputs(self, sequence_index: int, token_offset: int, extras: Extras) -> None:
         """Add log probabilities and tensors of the tokens from `token_offset` on."""
         if self._opened is None or sequence_index >= len(self._sequences):
@@ -314,6 +320,9 @@ class OutputStream:
             chunk, sequence.pending = sequence.pending.cut(MAX_TENSOR_BYTES)
             if self._opened.return_all:
                 chunk.token_offset, chunk.token_ids, chunk.text = 0, sequence.all_ids[:], sequence.all_text
+            changed_at = sequence.kind_changed_at
+            if changed_at is not None and (chunk.next_offset > changed_at or chunk.is_sequence_final):
+                chunk.kind_changed_at = changed_at
             chunks.append(chunk)
             if is_several:
                 num_bytes += chunk.num_message_bytes
@@ -378,12 +387,21 @@ class OutputStream:
 class RouterConnection:
     """The streams of one router; they mark themselves as ready, and `collect` returns all ready output as a batch."""
 
-    def __init__(self, wake: Callable[[], None], detach: Callable[[OutputStream], None]) -> None:
+    def __init__(
+        self, wake: Callable[[], None], detach: Callable[[OutputStream], None], tokenizer_fingerprint: str = ""
+    ) -> None:
         """`wake` is called when there is output to collect, `detach` with each stream that has ended."""
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._is_new = False
         self.streams: dict[int, OutputStream] = {}
         self._wake = wake
         self._detach = detach
         self._ready: dict[int, OutputStream] = {}
+
+    def begin(self) -> None:
+        """Send the first batch, which identifies the tokenizer."""
+        self._is_new = True
+        self._wake()
 
     def mark_ready(self, stream: OutputStream) -> None:
         """Record that a stream has output to send."""
@@ -395,6 +413,11 @@ class RouterConnection:
         """Return ready output, one chunk per sequence, up to about MAX_BATCH_BYTES, and drop finished streams; None if
         there is none.
         """
+        if self._is_new:
+            self._is_new = False
+            if self._ready:
+                self._wake()
+            return pb.StreamBatch(tokenizer_fingerprint=self._tokenizer_fingerprint)
         if not self._ready:
             return None
         ready, self._ready = self._ready, {}

@@ -179,6 +179,14 @@ class ModelRunner:
             # Free the device memory of the largest steps now, so that no client has to wait for it later.
             self._run_largest_steps()
 
+    def note_weights(self, root: str) -> str:
+        """Use the complete identity of the weights for transfers of blocks from now on; return `transfer_kind`.
+
+        The pool in shared memory and the tiers keep the kind with which they were opened, which names these very files.
+        """
+        self.kv.use_transfer_kind(kind_digest(block_kind(self._config, self._folder, self.model, root)))
+        return self.kv.transfer_kind
+
     def close(self) -> None:
         """Stop helper processes and release recorded graphs; call it before the ranks disconnect."""
         self._in_flight.clear()

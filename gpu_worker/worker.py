@@ -28,6 +28,7 @@ import torch
 
 from gpu_worker.batch.step import Step, StepOutput
 from gpu_worker.batch.steps_in_flight import MOST, StepsInFlight
+from gpu_worker.kind import worker_kind
 from gpu_worker.kv.cache import block_bytes
 from gpu_worker.kv.kept_blocks import KeptBlocks
 from gpu_worker.lora.sizes import usual_adapter_bytes
@@ -39,14 +40,16 @@ from gpu_worker.scheduler_link.link import EpochStarted, SchedulerLink, Stopped,
 from gpu_worker.scheduler_link.messages import FEATURES, PROTOCOL_VERSION
 from gpu_worker.scheduler_link.request_log import RequestLog
 from gpu_worker.step_traces import StepTraces
+from gpu_worker.weight_hasher import WeightHasher
 from midstream.config import WorkerConfig
 from midstream.grammar.process import is_available
 from midstream.model.folder import ModelFolder
+from midstream.model.weight_tree import stored_root
 from midstream.rpc.health import Progress
 from midstream.security.curve import WorkerCredentials
 from midstream.telemetry import HttpServer, Metrics
 from midstream.telemetry.tracing import Tracer
-from protos import worker_pb2
+from protos import kind_pb2, worker_pb2
 
 if TYPE_CHECKING:
     from gpu_worker.parallel.group import RankGroup
@@ -76,6 +79,19 @@ class Worker:
         self._loop = progress.loop("compute", _STALL_S)
         world_size = 1 if group is None else group.ranks.world_size
         registration = _registration(config, folder, self._runner, world_size, has_images=images is not None)
+        tensor_size = 1 if group is None else group.ranks.tensor_size
+        kind = worker_kind(config, folder, self._runner.model, tensor_size)
+        registration.kind.CopyFrom(
+            kind_pb2.WorkerKind(
+                model_fingerprint=kind.model_fingerprint,
+                weights_root=stored_root(folder),
+                arithmetic=kind.arithmetic,
+                description=kind.description,
+            )
+        )
+        self._hasher = None
+        if config.hash_bytes_per_s > 0 and not registration.kind.weights_root:
+            self._hasher = WeightHasher(folder, config.hash_bytes_per_s, self._note_root)
         tiers = self._runner.kv.tiers
         if tiers is not None:
             tiers.count(metrics)
@@ -118,7 +134,11 @@ class Worker:
         self._http.start()
         self._link.start()
         logger.info("ready", extra={"http_port": self._http.port})
+        if self._hasher is not None:
+            self._hasher.start()
         stopped = self._serve()
+        if self._hasher is not None:
+            self._hasher.close()
         self._link.join()
         self._http.stop()
         self._runner.close()
@@ -128,6 +148,10 @@ class Worker:
             self._tracer.close()
         logger.log(logging.ERROR if stopped.exit_code else logging.INFO, "stopped: %s", stopped.reason)
         return stopped.exit_code
+
+    def _note_root(self, root: str) -> None:
+        """Announce the complete identity of the weights, and use it for transfers of KV blocks from now on."""
+        self._link.announce_weights(root, self._runner.note_weights(root))
 
     def _serve(self) -> Stopped:
         while True:
@@ -221,7 +245,6 @@ def _registration(
     return worker_pb2.Register(
         group_id=config.group_id or f"{socket.gethostname()}-{config.name or os.getpid()}",
         incarnation=secrets.randbits(64),
-        model_fingerprint=folder.fingerprint,
         tokens_per_block=config.tokens_per_block,
         num_blocks=runner.kv.num_blocks,
         vocab_size=model.description.vocab_size,

@@ -64,6 +64,7 @@ class PerfMetrics:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_steps: int = 0
+    num_kind_changes: int = 0
 
 
 _PERF_FIELDS = tuple(PerfMetrics.__dataclass_fields__)
@@ -87,6 +88,7 @@ class Chunk:
         cumulative_log_prob: Log probability of the whole sequence, on its final chunk, if requested.
         perf_metrics: Set on the final chunk, if requested.
         error: The error with which the request failed.
+        kind_changed_at: Index of the first token that workers of another kind computed; None if there is none so far.
     """
 
     sequence_index: int = 0
@@ -102,6 +104,7 @@ class Chunk:
     cumulative_log_prob: float | None = None
     perf_metrics: PerfMetrics | None = None
     error: MidstreamError | None = field(default=None, compare=False)
+    kind_changed_at: int | None = None
 
     @property
     def next_offset(self) -> int:
@@ -141,6 +144,8 @@ class Chunk:
             self.text += later.text
         if later.extras is not None:
             self.extras = self.extras + later.extras if self.extras is not None else later.extras
+        if later.kind_changed_at is not None:
+            self.kind_changed_at = later.kind_changed_at
         if later.is_sequence_final or later.is_final:
             self.is_sequence_final, self.is_final = later.is_sequence_final, later.is_final
             self.finish_reason, self.matched_stop = later.finish_reason, later.matched_stop
@@ -189,6 +194,8 @@ class Chunk:
             if self.extras.prompt_log_probs is not None:
                 response.prompt_log_probs.CopyFrom(self.extras.prompt_log_probs.to_proto())
             response.tensors.extend(tensor.to_proto() for tensor in self.extras.tensors)
+        if self.kind_changed_at is not None:
+            response.kind_changed_at = self.kind_changed_at
         if self.is_sequence_final or self.is_final:
             self._fill_end(response)
 
@@ -218,6 +225,8 @@ class Chunk:
         chunk = Chunk(response.sequence_index, response.token_offset, response.token_ids[:], response.text)
         if response.tensors or response.HasField("log_probs") or response.HasField("prompt_log_probs"):
             chunk.extras = extras_from_proto(response)
+        if response.HasField("kind_changed_at"):
+            chunk.kind_changed_at = response.kind_changed_at
         if response.is_sequence_final or response.is_final:
             chunk.is_sequence_final, chunk.is_final = response.is_sequence_final, response.is_final
             chunk.finish_reason = _REASONS.get(response.finish_reason)

@@ -92,14 +92,20 @@ class StreamBatch(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CHUNKS_FIELD_NUMBER: builtins.int
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: builtins.int
+    tokenizer_fingerprint: builtins.str
+    """Set in the first batch, which has no chunks and is sent as soon as the stream is open: identifies the detokenizer's
+    tokenizer, as in GenerateRequest.
+    """
     @property
     def chunks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StreamChunk]: ...
     def __init__(
         self,
         *,
         chunks: collections.abc.Iterable[global___StreamChunk] | None = ...,
+        tokenizer_fingerprint: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunks", b"chunks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "tokenizer_fingerprint", b"tokenizer_fingerprint"]) -> None: ...
 
 global___StreamBatch = StreamBatch
 

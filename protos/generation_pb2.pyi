@@ -106,6 +106,7 @@ class GenerateRequest(google.protobuf.message.Message):
     KEEP_S_FIELD_NUMBER: builtins.int
     ATTACHMENT_FIELD_NUMBER: builtins.int
     IMAGES_FIELD_NUMBER: builtins.int
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the client, or by the router if empty. At most 128 characters. Unique among running and recently finished
     requests: submitting an id again attaches to the existing request if the contents are the same, and otherwise fails
@@ -148,6 +149,10 @@ class GenerateRequest(google.protobuf.message.Message):
     """
     attachment: builtins.bytes
     """Data from which the protocol adapter rebuilds its response. No other service reads it; clients leave it unset."""
+    tokenizer_fingerprint: builtins.str
+    """Identifies the tokenizer with which token_ids were made (ModelInfo.tokenizer_fingerprint): only detokenizers with the
+    same one are fed with the output. Set by the router; clients leave it unset. Empty: any detokenizer.
+    """
     @property
     def token_ids(self) -> global___TokenIds:
         """Token ids in 0..vocab_size-1. The router always sends this form to the scheduler."""
@@ -215,9 +220,10 @@ class GenerateRequest(google.protobuf.message.Message):
         keep_s: builtins.int = ...,
         attachment: builtins.bytes = ...,
         images: collections.abc.Iterable[global___Image] | None = ...,
+        tokenizer_fingerprint: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_streaming", b"_streaming", "_timeout_ms", b"_timeout_ms", "chat", b"chat", "guided_decoding", b"guided_decoding", "input", b"input", "kv_retention", b"kv_retention", "lora", b"lora", "max_tokens", b"max_tokens", "output", b"output", "prompt", b"prompt", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "sampling", b"sampling", "speculative", b"speculative", "stopping", b"stopping", "streaming", b"streaming", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_streaming", b"_streaming", "_timeout_ms", b"_timeout_ms", "arrival_time_unix_ns", b"arrival_time_unix_ns", "attachment", b"attachment", "cache_salt", b"cache_salt", "chat", b"chat", "client_id", b"client_id", "detached", b"detached", "guided_decoding", b"guided_decoding", "images", b"images", "input", b"input", "keep_s", b"keep_s", "kv_retention", b"kv_retention", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "max_tokens", b"max_tokens", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "request_id", b"request_id", "sampling", b"sampling", "speculative", b"speculative", "stopping", b"stopping", "streaming", b"streaming", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace_parent", b"trace_parent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_streaming", b"_streaming", "_timeout_ms", b"_timeout_ms", "arrival_time_unix_ns", b"arrival_time_unix_ns", "attachment", b"attachment", "cache_salt", b"cache_salt", "chat", b"chat", "client_id", b"client_id", "detached", b"detached", "guided_decoding", b"guided_decoding", "images", b"images", "input", b"input", "keep_s", b"keep_s", "kv_retention", b"kv_retention", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "max_tokens", b"max_tokens", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "request_id", b"request_id", "sampling", b"sampling", "speculative", b"speculative", "stopping", b"stopping", "streaming", b"streaming", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "tokenizer_fingerprint", b"tokenizer_fingerprint", "trace_parent", b"trace_parent"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_tokens", b"_max_tokens"]) -> typing.Literal["max_tokens"] | None: ...
     @typing.overload
@@ -1030,6 +1036,7 @@ class PerfMetrics(google.protobuf.message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
     NUM_STEPS_FIELD_NUMBER: builtins.int
+    NUM_KIND_CHANGES_FIELD_NUMBER: builtins.int
     arrival_unix_ns: builtins.int
     first_scheduled_unix_ns: builtins.int
     first_token_unix_ns: builtins.int
@@ -1040,6 +1047,8 @@ class PerfMetrics(google.protobuf.message.Message):
     num_accepted_tokens: builtins.int
     num_steps: builtins.int
     """Number of steps in which the request took part."""
+    num_kind_changes: builtins.int
+    """How often the request moved to another kind of workers."""
     def __init__(
         self,
         *,
@@ -1052,8 +1061,9 @@ class PerfMetrics(google.protobuf.message.Message):
         num_draft_tokens: builtins.int = ...,
         num_accepted_tokens: builtins.int = ...,
         num_steps: builtins.int = ...,
+        num_kind_changes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arrival_unix_ns", b"arrival_unix_ns", "first_scheduled_unix_ns", b"first_scheduled_unix_ns", "first_token_unix_ns", b"first_token_unix_ns", "last_token_unix_ns", b"last_token_unix_ns", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_preemptions", b"num_preemptions", "num_recoveries", b"num_recoveries", "num_steps", b"num_steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arrival_unix_ns", b"arrival_unix_ns", "first_scheduled_unix_ns", b"first_scheduled_unix_ns", "first_token_unix_ns", b"first_token_unix_ns", "last_token_unix_ns", b"last_token_unix_ns", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_kind_changes", b"num_kind_changes", "num_preemptions", b"num_preemptions", "num_recoveries", b"num_recoveries", "num_steps", b"num_steps"]) -> None: ...
 
 global___PerfMetrics = PerfMetrics
 
@@ -1105,6 +1115,7 @@ class GenerateResponse(google.protobuf.message.Message):
     PERF_METRICS_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     IS_KEEP_ALIVE_FIELD_NUMBER: builtins.int
+    KIND_CHANGED_AT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     sequence_index: builtins.int
     token_offset: builtins.int
@@ -1128,6 +1139,11 @@ class GenerateResponse(google.protobuf.message.Message):
     is_keep_alive: builtins.bool
     """Whether the message has no output, and only shows clients and proxies that the request still waits or runs
     (`--keepalive-interval-s` of the router). Its token_offset is that of the next token of sequence 0.
+    """
+    kind_changed_at: builtins.int
+    """Set from the first chunk on with tokens of another kind of workers (WorkerKind) than the sequence's first token:
+    the index of the first token that the original kind might not have given. 0 if the weights turned out to differ only
+    afterwards.
     """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
@@ -1168,11 +1184,14 @@ class GenerateResponse(google.protobuf.message.Message):
         perf_metrics: global___PerfMetrics | None = ...,
         error: global___ErrorInfo | None = ...,
         is_keep_alive: builtins.bool = ...,
+        kind_changed_at: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "finish_reason", b"finish_reason", "is_final", b"is_final", "is_keep_alive", b"is_keep_alive", "is_sequence_final", b"is_sequence_final", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "matched_stop_word", b"matched_stop_word", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "request_id", b"request_id", "sequence_index", b"sequence_index", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids", "token_offset", b"token_offset", "usage", b"usage"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_kind_changed_at", b"_kind_changed_at", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "kind_changed_at", b"kind_changed_at", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "usage", b"usage"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_kind_changed_at", b"_kind_changed_at", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "finish_reason", b"finish_reason", "is_final", b"is_final", "is_keep_alive", b"is_keep_alive", "is_sequence_final", b"is_sequence_final", "kind_changed_at", b"kind_changed_at", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "matched_stop_word", b"matched_stop_word", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "request_id", b"request_id", "sequence_index", b"sequence_index", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids", "token_offset", b"token_offset", "usage", b"usage"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob"]) -> typing.Literal["cumulative_log_prob"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_kind_changed_at", b"_kind_changed_at"]) -> typing.Literal["kind_changed_at"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_matched_stop_token_id", b"_matched_stop_token_id"]) -> typing.Literal["matched_stop_token_id"] | None: ...
 

@@ -23,37 +23,40 @@ _sym_db = _symbol_database.Default()
 
 
 from protos import generation_pb2 as protos_dot_generation__pb2
+from protos import kind_pb2 as protos_dot_kind__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/journal.proto\x12\x0cmidstream.v1\x1a\x17protos/generation.proto\"\xd9\x01\n\x0eJournalRequest\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x1d\n\x10\x64\x65\x61\x64line_unix_ns\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x10\x61\x63\x63\x65pted_unix_ns\x18\x03 \x01(\x03\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\"\n\x15\x64\x65\x61\x64line_monotonic_ns\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x0f\n\x07\x62oot_id\x18\x06 \x01(\tB\x13\n\x11_deadline_unix_nsB\x18\n\x16_deadline_monotonic_ns\".\n\x0bKeptRequest\x12\x0f\n\x07request\x18\x01 \x01(\x0c\x12\x0e\n\x06output\x18\x02 \x01(\x0c\"\xab\x02\n\rJournalCommit\x12\x10\n\x08requests\x18\x01 \x03(\x04\x12\x18\n\x10sequence_indices\x18\x02 \x03(\r\x12\x12\n\nnum_tokens\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12,\n\x07outputs\x18\x05 \x03(\x0b\x32\x1b.midstream.v1.JournalOutput\x12\x37\n\rsequence_ends\x18\x06 \x03(\x0b\x32 .midstream.v1.JournalSequenceEnd\x12-\n\x08\x66inished\x18\x07 \x03(\x0b\x32\x1b.midstream.v1.JournalFinish\x12\x31\n\nbeam_steps\x18\x08 \x03(\x0b\x32\x1d.midstream.v1.JournalBeamStep\"\x95\x01\n\x0fJournalBeamStep\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x11\n\tlog_probs\x18\x04 \x03(\x02\x12\x13\n\x0btoken_ranks\x18\x05 \x03(\r\x12\x14\n\x0creport_ranks\x18\x06 \x03(\r\x12\x0f\n\x07reports\x18\x07 \x03(\x0c\"\\\n\rJournalOutput\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x14\n\x0ctoken_offset\x18\x03 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\xff\x01\n\x12JournalSequenceEnd\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x31\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1a.midstream.v1.FinishReason\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x11\n\tstop_word\x18\x05 \x01(\t\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12 \n\x13\x63umulative_log_prob\x18\x07 \x01(\x01H\x01\x88\x01\x01\x42\x10\n\x0e_stop_token_idB\x16\n\x14_cumulative_log_prob\"\x99\x01\n\x0eJournalAdapter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x1a\n\x12num_virtual_tokens\x18\x06 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\"\xe5\x02\n\rJournalFinish\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.midstream.v1.ErrorInfo\x12\x12\n\narrival_ns\x18\x03 \x01(\x03\x12\x11\n\tqueued_ns\x18\x04 \x01(\x03\x12\x1a\n\x12\x66irst_scheduled_ns\x18\x05 \x01(\x03\x12\x16\n\x0e\x66irst_token_ns\x18\x06 \x01(\x03\x12\x15\n\rlast_token_ns\x18\x07 \x01(\x03\x12\x13\n\x0b\x66inished_ns\x18\x08 \x01(\x03\x12\x19\n\x11num_cached_tokens\x18\t \x01(\r\x12\x17\n\x0fnum_preemptions\x18\n \x01(\r\x12\x16\n\x0enum_recoveries\x18\x0b \x01(\r\x12\x11\n\tnum_steps\x18\x0c \x01(\r\x12\x18\n\x10num_draft_tokens\x18\r \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x0e \x01(\r\"\xa8\x01\n\x0eJournalSegment\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x17\n\x0fscheduler_epoch\x18\x03 \x01(\x03\x12\x16\n\x0eprevious_bytes\x18\x04 \x01(\x04\x12\x31\n\x08\x61\x64\x61pters\x18\x05 \x03(\x0b\x32\x1f.midstream.v1.JournalAdapterRow\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\"\xc3\x01\n\x12JournalTransaction\x12*\n\x08\x61\x63\x63\x65pted\x18\x01 \x03(\x0b\x32\x18.midstream.v1.JournalRow\x12\x0e\n\x06\x63ommit\x18\x02 \x01(\x0c\x12+\n\trewritten\x18\x03 \x03(\x0b\x32\x18.midstream.v1.JournalRow\x12\x11\n\tforgotten\x18\x04 \x03(\x04\x12\x31\n\x08\x61\x64\x61pters\x18\x05 \x03(\x0b\x32\x1f.midstream.v1.JournalAdapterRow\"=\n\nJournalRow\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07request\x18\x02 \x01(\x0c\x12\x0e\n\x06output\x18\x03 \x01(\x0c\"1\n\x11JournalAdapterRow\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06record\x18\x02 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/journal.proto\x12\x0cmidstream.v1\x1a\x17protos/generation.proto\x1a\x11protos/kind.proto\"\xd9\x01\n\x0eJournalRequest\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x1d\n\x10\x64\x65\x61\x64line_unix_ns\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x10\x61\x63\x63\x65pted_unix_ns\x18\x03 \x01(\x03\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\"\n\x15\x64\x65\x61\x64line_monotonic_ns\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x0f\n\x07\x62oot_id\x18\x06 \x01(\tB\x13\n\x11_deadline_unix_nsB\x18\n\x16_deadline_monotonic_ns\".\n\x0bKeptRequest\x12\x0f\n\x07request\x18\x01 \x01(\x0c\x12\x0e\n\x06output\x18\x02 \x01(\x0c\"\xd5\x02\n\rJournalCommit\x12\x10\n\x08requests\x18\x01 \x03(\x04\x12\x18\n\x10sequence_indices\x18\x02 \x03(\r\x12\x12\n\nnum_tokens\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12,\n\x07outputs\x18\x05 \x03(\x0b\x32\x1b.midstream.v1.JournalOutput\x12\x37\n\rsequence_ends\x18\x06 \x03(\x0b\x32 .midstream.v1.JournalSequenceEnd\x12-\n\x08\x66inished\x18\x07 \x03(\x0b\x32\x1b.midstream.v1.JournalFinish\x12\x31\n\nbeam_steps\x18\x08 \x03(\x0b\x32\x1d.midstream.v1.JournalBeamStep\x12(\n\x05kinds\x18\t \x03(\x0b\x32\x19.midstream.v1.JournalKind\"Z\n\x0bJournalKind\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12&\n\x04kind\x18\x02 \x01(\x0b\x32\x18.midstream.v1.WorkerKind\x12\x12\n\nchanged_at\x18\x03 \x03(\r\"\x95\x01\n\x0fJournalBeamStep\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x11\n\tlog_probs\x18\x04 \x03(\x02\x12\x13\n\x0btoken_ranks\x18\x05 \x03(\r\x12\x14\n\x0creport_ranks\x18\x06 \x03(\r\x12\x0f\n\x07reports\x18\x07 \x03(\x0c\"\\\n\rJournalOutput\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x14\n\x0ctoken_offset\x18\x03 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\xff\x01\n\x12JournalSequenceEnd\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x31\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1a.midstream.v1.FinishReason\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x11\n\tstop_word\x18\x05 \x01(\t\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12 \n\x13\x63umulative_log_prob\x18\x07 \x01(\x01H\x01\x88\x01\x01\x42\x10\n\x0e_stop_token_idB\x16\n\x14_cumulative_log_prob\"\x99\x01\n\x0eJournalAdapter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x1a\n\x12num_virtual_tokens\x18\x06 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\"\xff\x02\n\rJournalFinish\x12\x0f\n\x07request\x18\x01 \x01(\x04\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.midstream.v1.ErrorInfo\x12\x12\n\narrival_ns\x18\x03 \x01(\x03\x12\x11\n\tqueued_ns\x18\x04 \x01(\x03\x12\x1a\n\x12\x66irst_scheduled_ns\x18\x05 \x01(\x03\x12\x16\n\x0e\x66irst_token_ns\x18\x06 \x01(\x03\x12\x15\n\rlast_token_ns\x18\x07 \x01(\x03\x12\x13\n\x0b\x66inished_ns\x18\x08 \x01(\x03\x12\x19\n\x11num_cached_tokens\x18\t \x01(\r\x12\x17\n\x0fnum_preemptions\x18\n \x01(\r\x12\x16\n\x0enum_recoveries\x18\x0b \x01(\r\x12\x11\n\tnum_steps\x18\x0c \x01(\r\x12\x18\n\x10num_draft_tokens\x18\r \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x0e \x01(\r\x12\x18\n\x10num_kind_changes\x18\x0f \x01(\r\"\xa8\x01\n\x0eJournalSegment\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x17\n\x0fscheduler_epoch\x18\x03 \x01(\x03\x12\x16\n\x0eprevious_bytes\x18\x04 \x01(\x04\x12\x31\n\x08\x61\x64\x61pters\x18\x05 \x03(\x0b\x32\x1f.midstream.v1.JournalAdapterRow\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\"\xc3\x01\n\x12JournalTransaction\x12*\n\x08\x61\x63\x63\x65pted\x18\x01 \x03(\x0b\x32\x18.midstream.v1.JournalRow\x12\x0e\n\x06\x63ommit\x18\x02 \x01(\x0c\x12+\n\trewritten\x18\x03 \x03(\x0b\x32\x18.midstream.v1.JournalRow\x12\x11\n\tforgotten\x18\x04 \x03(\x04\x12\x31\n\x08\x61\x64\x61pters\x18\x05 \x03(\x0b\x32\x1f.midstream.v1.JournalAdapterRow\"=\n\nJournalRow\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07request\x18\x02 \x01(\x0c\x12\x0e\n\x06output\x18\x03 \x01(\x0c\"1\n\x11JournalAdapterRow\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06record\x18\x02 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.journal_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_JOURNALREQUEST']._serialized_start=64
-  _globals['_JOURNALREQUEST']._serialized_end=281
-  _globals['_KEPTREQUEST']._serialized_start=283
-  _globals['_KEPTREQUEST']._serialized_end=329
-  _globals['_JOURNALCOMMIT']._serialized_start=332
-  _globals['_JOURNALCOMMIT']._serialized_end=631
-  _globals['_JOURNALBEAMSTEP']._serialized_start=634
-  _globals['_JOURNALBEAMSTEP']._serialized_end=783
-  _globals['_JOURNALOUTPUT']._serialized_start=785
-  _globals['_JOURNALOUTPUT']._serialized_end=877
-  _globals['_JOURNALSEQUENCEEND']._serialized_start=880
-  _globals['_JOURNALSEQUENCEEND']._serialized_end=1135
-  _globals['_JOURNALADAPTER']._serialized_start=1138
-  _globals['_JOURNALADAPTER']._serialized_end=1291
-  _globals['_JOURNALFINISH']._serialized_start=1294
-  _globals['_JOURNALFINISH']._serialized_end=1651
-  _globals['_JOURNALSEGMENT']._serialized_start=1654
-  _globals['_JOURNALSEGMENT']._serialized_end=1822
-  _globals['_JOURNALTRANSACTION']._serialized_start=1825
-  _globals['_JOURNALTRANSACTION']._serialized_end=2020
-  _globals['_JOURNALROW']._serialized_start=2022
-  _globals['_JOURNALROW']._serialized_end=2083
-  _globals['_JOURNALADAPTERROW']._serialized_start=2085
-  _globals['_JOURNALADAPTERROW']._serialized_end=2134
+  _globals['_JOURNALREQUEST']._serialized_start=83
+  _globals['_JOURNALREQUEST']._serialized_end=300
+  _globals['_KEPTREQUEST']._serialized_start=302
+  _globals['_KEPTREQUEST']._serialized_end=348
+  _globals['_JOURNALCOMMIT']._serialized_start=351
+  _globals['_JOURNALCOMMIT']._serialized_end=692
+  _globals['_JOURNALKIND']._serialized_start=694
+  _globals['_JOURNALKIND']._serialized_end=784
+  _globals['_JOURNALBEAMSTEP']._serialized_start=787
+  _globals['_JOURNALBEAMSTEP']._serialized_end=936
+  _globals['_JOURNALOUTPUT']._serialized_start=938
+  _globals['_JOURNALOUTPUT']._serialized_end=1030
+  _globals['_JOURNALSEQUENCEEND']._serialized_start=1033
+  _globals['_JOURNALSEQUENCEEND']._serialized_end=1288
+  _globals['_JOURNALADAPTER']._serialized_start=1291
+  _globals['_JOURNALADAPTER']._serialized_end=1444
+  _globals['_JOURNALFINISH']._serialized_start=1447
+  _globals['_JOURNALFINISH']._serialized_end=1830
+  _globals['_JOURNALSEGMENT']._serialized_start=1833
+  _globals['_JOURNALSEGMENT']._serialized_end=2001
+  _globals['_JOURNALTRANSACTION']._serialized_start=2004
+  _globals['_JOURNALTRANSACTION']._serialized_end=2199
+  _globals['_JOURNALROW']._serialized_start=2201
+  _globals['_JOURNALROW']._serialized_end=2262
+  _globals['_JOURNALADAPTERROW']._serialized_start=2264
+  _globals['_JOURNALADAPTERROW']._serialized_end=2313
 # @@protoc_insertion_point(module_scope)

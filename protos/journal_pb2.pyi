@@ -11,6 +11,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
 import protos.generation_pb2
+import protos.kind_pb2
 import typing
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
@@ -97,6 +98,7 @@ class JournalCommit(google.protobuf.message.Message):
     SEQUENCE_ENDS_FIELD_NUMBER: builtins.int
     FINISHED_FIELD_NUMBER: builtins.int
     BEAM_STEPS_FIELD_NUMBER: builtins.int
+    KINDS_FIELD_NUMBER: builtins.int
     @property
     def requests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -113,6 +115,8 @@ class JournalCommit(google.protobuf.message.Message):
     def finished(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JournalFinish]: ...
     @property
     def beam_steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JournalBeamStep]: ...
+    @property
+    def kinds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JournalKind]: ...
     def __init__(
         self,
         *,
@@ -124,10 +128,41 @@ class JournalCommit(google.protobuf.message.Message):
         sequence_ends: collections.abc.Iterable[global___JournalSequenceEnd] | None = ...,
         finished: collections.abc.Iterable[global___JournalFinish] | None = ...,
         beam_steps: collections.abc.Iterable[global___JournalBeamStep] | None = ...,
+        kinds: collections.abc.Iterable[global___JournalKind] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["beam_steps", b"beam_steps", "finished", b"finished", "num_tokens", b"num_tokens", "outputs", b"outputs", "requests", b"requests", "sequence_ends", b"sequence_ends", "sequence_indices", b"sequence_indices", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["beam_steps", b"beam_steps", "finished", b"finished", "kinds", b"kinds", "num_tokens", b"num_tokens", "outputs", b"outputs", "requests", b"requests", "sequence_ends", b"sequence_ends", "sequence_indices", b"sequence_indices", "token_ids", b"token_ids"]) -> None: ...
 
 global___JournalCommit = JournalCommit
+
+@typing.final
+class JournalKind(google.protobuf.message.Message):
+    """The kind of the workers that compute a request from now on; a later one replaces an earlier one. Written before the
+    first token, when the request moves to another kind, and when the root of the weights becomes known.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    CHANGED_AT_FIELD_NUMBER: builtins.int
+    request: builtins.int
+    @property
+    def kind(self) -> protos.kind_pb2.WorkerKind: ...
+    @property
+    def changed_at(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Set once the kind has changed: for each sequence, as in GenerateResponse.kind_changed_at."""
+
+    def __init__(
+        self,
+        *,
+        request: builtins.int = ...,
+        kind: protos.kind_pb2.WorkerKind | None = ...,
+        changed_at: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["kind", b"kind"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["changed_at", b"changed_at", "kind", b"kind", "request", b"request"]) -> None: ...
+
+global___JournalKind = JournalKind
 
 @typing.final
 class JournalBeamStep(google.protobuf.message.Message):
@@ -296,6 +331,7 @@ class JournalFinish(google.protobuf.message.Message):
     NUM_STEPS_FIELD_NUMBER: builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_KIND_CHANGES_FIELD_NUMBER: builtins.int
     request: builtins.int
     arrival_ns: builtins.int
     """In nanoseconds since the Unix epoch; 0 if the event did not happen."""
@@ -310,6 +346,7 @@ class JournalFinish(google.protobuf.message.Message):
     num_steps: builtins.int
     num_draft_tokens: builtins.int
     num_accepted_tokens: builtins.int
+    num_kind_changes: builtins.int
     @property
     def error(self) -> protos.generation_pb2.ErrorInfo: ...
     def __init__(
@@ -329,9 +366,10 @@ class JournalFinish(google.protobuf.message.Message):
         num_steps: builtins.int = ...,
         num_draft_tokens: builtins.int = ...,
         num_accepted_tokens: builtins.int = ...,
+        num_kind_changes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arrival_ns", b"arrival_ns", "error", b"error", "finished_ns", b"finished_ns", "first_scheduled_ns", b"first_scheduled_ns", "first_token_ns", b"first_token_ns", "last_token_ns", b"last_token_ns", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_preemptions", b"num_preemptions", "num_recoveries", b"num_recoveries", "num_steps", b"num_steps", "queued_ns", b"queued_ns", "request", b"request"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arrival_ns", b"arrival_ns", "error", b"error", "finished_ns", b"finished_ns", "first_scheduled_ns", b"first_scheduled_ns", "first_token_ns", b"first_token_ns", "last_token_ns", b"last_token_ns", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_kind_changes", b"num_kind_changes", "num_preemptions", b"num_preemptions", "num_recoveries", b"num_recoveries", "num_steps", b"num_steps", "queued_ns", b"queued_ns", "request", b"request"]) -> None: ...
 
 global___JournalFinish = JournalFinish
 

@@ -8,6 +8,7 @@ import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
+import protos.kind_pb2
 import typing
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
@@ -80,6 +81,7 @@ class ModelInfo(google.protobuf.message.Message):
     FEATURES_FIELD_NUMBER: builtins.int
     HIDDEN_SIZE_FIELD_NUMBER: builtins.int
     NUM_LAYERS_FIELD_NUMBER: builtins.int
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: builtins.int
     model: builtins.str
     architecture: builtins.str
     """For example `llama`, as in the model folder's config."""
@@ -92,6 +94,8 @@ class ModelInfo(google.protobuf.message.Message):
     has_chat_template: builtins.bool
     hidden_size: builtins.int
     num_layers: builtins.int
+    tokenizer_fingerprint: builtins.str
+    """Identifies the tokenizer, with its special tokens and end ids."""
     @property
     def end_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -112,9 +116,10 @@ class ModelInfo(google.protobuf.message.Message):
         features: collections.abc.Iterable[builtins.str] | None = ...,
         hidden_size: builtins.int = ...,
         num_layers: builtins.int = ...,
+        tokenizer_fingerprint: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_pad_id", b"_pad_id", "pad_id", b"pad_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_pad_id", b"_pad_id", "architecture", b"architecture", "end_ids", b"end_ids", "features", b"features", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "hidden_size", b"hidden_size", "max_sequence_length", b"max_sequence_length", "model", b"model", "num_layers", b"num_layers", "pad_id", b"pad_id", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_pad_id", b"_pad_id", "architecture", b"architecture", "end_ids", b"end_ids", "features", b"features", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "hidden_size", b"hidden_size", "max_sequence_length", b"max_sequence_length", "model", b"model", "num_layers", b"num_layers", "pad_id", b"pad_id", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_pad_id", b"_pad_id"]) -> typing.Literal["pad_id"] | None: ...
 
 global___ModelInfo = ModelInfo
@@ -188,6 +193,7 @@ class WorkerGroupInfo(google.protobuf.message.Message):
     NUM_ACTIVE_SEQUENCES_FIELD_NUMBER: builtins.int
     NUM_PLACED_REQUESTS_FIELD_NUMBER: builtins.int
     NUM_STEPS_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     epoch: builtins.int
     num_blocks: builtins.int
@@ -198,6 +204,8 @@ class WorkerGroupInfo(google.protobuf.message.Message):
     """Number of sequences on the group now, and number of requests placed on it since it joined."""
     num_placed_requests: builtins.int
     num_steps: builtins.int
+    @property
+    def kind(self) -> protos.kind_pb2.WorkerKind: ...
     def __init__(
         self,
         *,
@@ -210,8 +218,10 @@ class WorkerGroupInfo(google.protobuf.message.Message):
         num_active_sequences: builtins.int = ...,
         num_placed_requests: builtins.int = ...,
         num_steps: builtins.int = ...,
+        kind: protos.kind_pb2.WorkerKind | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "dtype", b"dtype", "epoch", b"epoch", "group_id", b"group_id", "num_active_sequences", b"num_active_sequences", "num_blocks", b"num_blocks", "num_placed_requests", b"num_placed_requests", "num_steps", b"num_steps", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["kind", b"kind"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "dtype", b"dtype", "epoch", b"epoch", "group_id", b"group_id", "kind", b"kind", "num_active_sequences", b"num_active_sequences", "num_blocks", b"num_blocks", "num_placed_requests", b"num_placed_requests", "num_steps", b"num_steps", "world_size", b"world_size"]) -> None: ...
 
 global___WorkerGroupInfo = WorkerGroupInfo
 
@@ -222,18 +232,22 @@ class DetokenizerInfo(google.protobuf.message.Message):
     DETOKENIZER_ID_FIELD_NUMBER: builtins.int
     NUM_ATTACHED_FIELD_NUMBER: builtins.int
     NUM_ATTACHED_TOTAL_FIELD_NUMBER: builtins.int
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: builtins.int
     detokenizer_id: builtins.str
     num_attached: builtins.int
     num_attached_total: builtins.int
     """Number of streams attached since it connected."""
+    tokenizer_fingerprint: builtins.str
+    """As in ModelInfo."""
     def __init__(
         self,
         *,
         detokenizer_id: builtins.str = ...,
         num_attached: builtins.int = ...,
         num_attached_total: builtins.int = ...,
+        tokenizer_fingerprint: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["detokenizer_id", b"detokenizer_id", "num_attached", b"num_attached", "num_attached_total", b"num_attached_total"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["detokenizer_id", b"detokenizer_id", "num_attached", b"num_attached", "num_attached_total", b"num_attached_total", "tokenizer_fingerprint", b"tokenizer_fingerprint"]) -> None: ...
 
 global___DetokenizerInfo = DetokenizerInfo
 

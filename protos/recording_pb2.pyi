@@ -13,6 +13,7 @@ import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
+import protos.kind_pb2
 import typing
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
@@ -144,6 +145,7 @@ class RecordedCoreConfig(google.protobuf.message.Message):
     MAX_TENSOR_BYTES_FIELD_NUMBER: builtins.int
     MAX_ATTENTION_WINDOW_FIELD_NUMBER: builtins.int
     SINK_TOKEN_LENGTH_FIELD_NUMBER: builtins.int
+    LOST_KIND_FIELD_NUMBER: builtins.int
     scheduler_epoch: builtins.int
     vocab_size: builtins.int
     max_sequence_length: builtins.int
@@ -167,6 +169,7 @@ class RecordedCoreConfig(google.protobuf.message.Message):
     max_tensor_bytes: builtins.int
     max_attention_window: builtins.int
     sink_token_length: builtins.int
+    lost_kind: builtins.str
     def __init__(
         self,
         *,
@@ -193,8 +196,9 @@ class RecordedCoreConfig(google.protobuf.message.Message):
         max_tensor_bytes: builtins.int = ...,
         max_attention_window: builtins.int = ...,
         sink_token_length: builtins.int = ...,
+        lost_kind: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["enable_block_reuse", b"enable_block_reuse", "enable_chunked_context", b"enable_chunked_context", "finished_ttl_ns", b"finished_ttl_ns", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_context_chunk", b"max_context_chunk", "max_finished_tokens", b"max_finished_tokens", "max_num_finished", b"max_num_finished", "max_num_tokens", b"max_num_tokens", "max_queue_size", b"max_queue_size", "max_sequence_length", b"max_sequence_length", "max_tensor_bytes", b"max_tensor_bytes", "max_worker_deaths", b"max_worker_deaths", "model_fingerprint", b"model_fingerprint", "no_worker_timeout_ns", b"no_worker_timeout_ns", "orphan_grace_ns", b"orphan_grace_ns", "pipeline_depth", b"pipeline_depth", "progress_timeout_ns", b"progress_timeout_ns", "scheduler_epoch", b"scheduler_epoch", "sink_token_length", b"sink_token_length", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "worker_timeout_ns", b"worker_timeout_ns"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["enable_block_reuse", b"enable_block_reuse", "enable_chunked_context", b"enable_chunked_context", "finished_ttl_ns", b"finished_ttl_ns", "lost_kind", b"lost_kind", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_context_chunk", b"max_context_chunk", "max_finished_tokens", b"max_finished_tokens", "max_num_finished", b"max_num_finished", "max_num_tokens", b"max_num_tokens", "max_queue_size", b"max_queue_size", "max_sequence_length", b"max_sequence_length", "max_tensor_bytes", b"max_tensor_bytes", "max_worker_deaths", b"max_worker_deaths", "model_fingerprint", b"model_fingerprint", "no_worker_timeout_ns", b"no_worker_timeout_ns", "orphan_grace_ns", b"orphan_grace_ns", "pipeline_depth", b"pipeline_depth", "progress_timeout_ns", b"progress_timeout_ns", "scheduler_epoch", b"scheduler_epoch", "sink_token_length", b"sink_token_length", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "worker_timeout_ns", b"worker_timeout_ns"]) -> None: ...
 
 global___RecordedCoreConfig = RecordedCoreConfig
 
@@ -345,6 +349,8 @@ class RecordedRecovery(google.protobuf.message.Message):
     ENDS_FIELD_NUMBER: builtins.int
     FINISHED_NS_FIELD_NUMBER: builtins.int
     BEAM_STEPS_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    KIND_CHANGED_AT_FIELD_NUMBER: builtins.int
     finished_ns: builtins.int
     """Set if the request had ended."""
     @property
@@ -357,6 +363,10 @@ class RecordedRecovery(google.protobuf.message.Message):
     def ends(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RecordedSequenceEnd]: ...
     @property
     def beam_steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RecordedBeamStep]: ...
+    @property
+    def kind(self) -> protos.kind_pb2.WorkerKind: ...
+    @property
+    def kind_changed_at(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -365,9 +375,11 @@ class RecordedRecovery(google.protobuf.message.Message):
         ends: collections.abc.Iterable[global___RecordedSequenceEnd] | None = ...,
         finished_ns: builtins.int | None = ...,
         beam_steps: collections.abc.Iterable[global___RecordedBeamStep] | None = ...,
+        kind: protos.kind_pb2.WorkerKind | None = ...,
+        kind_changed_at: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_finished_ns", b"_finished_ns", "finished_ns", b"finished_ns", "request", b"request"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_finished_ns", b"_finished_ns", "beam_steps", b"beam_steps", "ends", b"ends", "finished_ns", b"finished_ns", "outputs", b"outputs", "request", b"request"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_finished_ns", b"_finished_ns", "finished_ns", b"finished_ns", "kind", b"kind", "request", b"request"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_finished_ns", b"_finished_ns", "beam_steps", b"beam_steps", "ends", b"ends", "finished_ns", b"finished_ns", "kind", b"kind", "kind_changed_at", b"kind_changed_at", "outputs", b"outputs", "request", b"request"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_finished_ns", b"_finished_ns"]) -> typing.Literal["finished_ns"] | None: ...
 
 global___RecordedRecovery = RecordedRecovery

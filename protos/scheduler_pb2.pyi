@@ -253,7 +253,10 @@ class FeedHello(google.protobuf.message.Message):
 
     DETOKENIZER_ID_FIELD_NUMBER: builtins.int
     FEATURES_FIELD_NUMBER: builtins.int
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: builtins.int
     detokenizer_id: builtins.str
+    tokenizer_fingerprint: builtins.str
+    """Identifies the detokenizer's tokenizer, as in GenerateRequest. Requests of another tokenizer are refused."""
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Features of this detokenizer beyond the first version of this protocol. `prompt_alone`: it can return outputs for
@@ -265,8 +268,9 @@ class FeedHello(google.protobuf.message.Message):
         *,
         detokenizer_id: builtins.str = ...,
         features: collections.abc.Iterable[builtins.str] | None = ...,
+        tokenizer_fingerprint: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["detokenizer_id", b"detokenizer_id", "features", b"features"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["detokenizer_id", b"detokenizer_id", "features", b"features", "tokenizer_fingerprint", b"tokenizer_fingerprint"]) -> None: ...
 
 global___FeedHello = FeedHello
 
@@ -335,7 +339,7 @@ global___FeedStop = FeedStop
 
 @typing.final
 class FeedBatch(google.protobuf.message.Message):
-    """All new data on this feed since the last batch. Order within a batch: opened, tokens, ended."""
+    """All new data on this feed since the last batch. Order within a batch: opened, kind_changes, tokens, ended."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -349,6 +353,7 @@ class FeedBatch(google.protobuf.message.Message):
     SEQUENCE_ENDS_FIELD_NUMBER: builtins.int
     ENDED_FIELD_NUMBER: builtins.int
     OUTPUTS_FIELD_NUMBER: builtins.int
+    KIND_CHANGES_FIELD_NUMBER: builtins.int
     scheduler_epoch: builtins.int
     @property
     def opened(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FeedOpened]: ...
@@ -373,6 +378,8 @@ class FeedBatch(google.protobuf.message.Message):
     def ended(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FeedEnded]: ...
     @property
     def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FeedOutputs]: ...
+    @property
+    def kind_changes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FeedKindChange]: ...
     def __init__(
         self,
         *,
@@ -386,10 +393,34 @@ class FeedBatch(google.protobuf.message.Message):
         sequence_ends: collections.abc.Iterable[global___FeedSequenceEnd] | None = ...,
         ended: collections.abc.Iterable[global___FeedEnded] | None = ...,
         outputs: collections.abc.Iterable[global___FeedOutputs] | None = ...,
+        kind_changes: collections.abc.Iterable[global___FeedKindChange] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ended", b"ended", "num_tokens", b"num_tokens", "opened", b"opened", "outputs", b"outputs", "scheduler_epoch", b"scheduler_epoch", "sequence_ends", b"sequence_ends", "sequence_indices", b"sequence_indices", "streams", b"streams", "token_ids", b"token_ids", "token_offsets", b"token_offsets"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ended", b"ended", "kind_changes", b"kind_changes", "num_tokens", b"num_tokens", "opened", b"opened", "outputs", b"outputs", "scheduler_epoch", b"scheduler_epoch", "sequence_ends", b"sequence_ends", "sequence_indices", b"sequence_indices", "streams", b"streams", "token_ids", b"token_ids", "token_offsets", b"token_offsets"]) -> None: ...
 
 global___FeedBatch = FeedBatch
+
+@typing.final
+class FeedKindChange(google.protobuf.message.Message):
+    """The request moved to another kind of workers; sent before the first token of that kind, and after each attachment."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: builtins.int
+    CHANGED_AT_FIELD_NUMBER: builtins.int
+    stream: builtins.int
+    @property
+    def changed_at(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For each sequence, as in GenerateResponse.kind_changed_at."""
+
+    def __init__(
+        self,
+        *,
+        stream: builtins.int = ...,
+        changed_at: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["changed_at", b"changed_at", "stream", b"stream"]) -> None: ...
+
+global___FeedKindChange = FeedKindChange
 
 @typing.final
 class FeedOpened(google.protobuf.message.Message):
@@ -412,7 +443,7 @@ class FeedOpened(google.protobuf.message.Message):
     request_id: builtins.str
     num_prompt_tokens: builtins.int
     """Unset if the request is unknown or its output cannot be fed; `error` then contains the reason, and no more messages
-    follow.
+    follow. Its `field` is tokenizer_fingerprint if the detokenizer has another tokenizer than the request.
     """
     num_sequences: builtins.int
     min_tokens: builtins.int

@@ -22,10 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from protos import kind_pb2 as protos_dot_kind__pb2
 from protos import loads_pb2 as protos_dot_loads__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/status.proto\x12\x0cmidstream.v1\x1a\x12protos/loads.proto\"\"\n\x10GetStatusRequest\x12\x0e\n\x06stream\x18\x01 \x01(\x08\"\xf8\x02\n\x0cSystemStatus\x12\x14\n\x0ctime_unix_ms\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x11\n\trouter_id\x18\x04 \x01(\t\x12\'\n\x05parts\x18\x05 \x03(\x0b\x32\x18.midstream.v1.PartStatus\x12-\n\x08requests\x18\x06 \x01(\x0b\x32\x1b.midstream.v1.RequestCounts\x12)\n\x06groups\x18\x07 \x03(\x0b\x32\x19.midstream.v1.GroupStatus\x12.\n\x06\x63ounts\x18\x08 \x01(\x0b\x32\x1e.midstream.v1.CountsSinceStart\x12+\n\x07samples\x18\t \x03(\x0b\x32\x1a.midstream.v1.StatusSample\x12\x18\n\x10latency_window_s\x18\n \x01(\r\x12%\n\x07outages\x18\x0b \x03(\x0b\x32\x14.midstream.v1.Outage\"h\n\x06Outage\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x14\n\x0c\x66rom_unix_ms\x18\x03 \x01(\x03\x12\x1a\n\runtil_unix_ms\x18\x04 \x01(\x03H\x00\x88\x01\x01\x42\x10\n\x0e_until_unix_ms\"\xc7\x01\n\nPartStatus\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12-\n\x05state\x18\x03 \x01(\x0e\x32\x1e.midstream.v1.PartStatus.State\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"^\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07SERVING\x10\x01\x12\x0c\n\x08\x44\x45GRADED\x10\x02\x12\x0c\n\x08\x44RAINING\x10\x03\x12\x08\n\x04LOST\x10\x04\x12\x0b\n\x07UNKNOWN\x10\x05\"|\n\rRequestCounts\x12\x12\n\nnum_queued\x18\x01 \x01(\r\x12\x12\n\nnum_paused\x18\x02 \x01(\r\x12\x13\n\x0bnum_context\x18\x03 \x01(\r\x12\x16\n\x0enum_generation\x18\x04 \x01(\r\x12\x16\n\x0emax_num_queued\x18\x05 \x01(\r\"\x9b\x04\n\x0bGroupStatus\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63\x65ll\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12\x15\n\rnum_sequences\x18\x07 \x01(\r\x12\x19\n\x11max_num_sequences\x18\x08 \x01(\r\x12\x1b\n\x13num_steps_in_flight\x18\t \x01(\r\x12\x11\n\tnum_steps\x18\n \x01(\x04\x12\x13\n\x0bsteps_per_s\x18\x0b \x01(\x01\x12\x11\n\tsilent_ms\x18\x0c \x01(\r\x12\x12\n\nstalled_ms\x18\r \x01(\r\x12\x12\n\nnum_blocks\x18\x0e \x01(\r\x12\x18\n\x10tokens_per_block\x18\x0f \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x10 \x01(\r\x12\x19\n\x11num_shared_blocks\x18\x11 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x12 \x01(\r\x12)\n\tblock_map\x18\x13 \x01(\x0b\x32\x16.midstream.v1.BlockMap\x12\x12\n\nnum_faults\x18\x14 \x01(\r\x12\x13\n\x0bheld_off_ms\x18\x15 \x01(\r\x12\x12\n\nlast_fault\x18\x16 \x01(\t\x12\x0c\n\x04role\x18\x17 \x01(\t\x12\x19\n\x11num_stored_blocks\x18\x18 \x01(\x04\"Q\n\x08\x42lockMap\x12\x17\n\x0f\x62locks_per_cell\x18\x01 \x01(\r\x12\x0c\n\x04held\x18\x02 \x03(\r\x12\x0e\n\x06shared\x18\x03 \x03(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x03(\r\"\xb5\x03\n\x10\x43ountsSinceStart\x12W\n\x16num_finished_by_reason\x18\x01 \x03(\x0b\x32\x37.midstream.v1.CountsSinceStart.NumFinishedByReasonEntry\x12\x17\n\x0fnum_preemptions\x18\x02 \x01(\x04\x12\x16\n\x0enum_recoveries\x18\x03 \x01(\x04\x12\x19\n\x11num_worker_deaths\x18\x04 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\x06 \x01(\x04\x12\x1c\n\x14prefix_cache_queries\x18\x07 \x01(\x04\x12\x19\n\x11prefix_cache_hits\x18\x08 \x01(\x04\x12\x19\n\x11num_worker_faults\x18\t \x01(\x04\x12\x15\n\rnum_handovers\x18\n \x01(\x04\x12\x1c\n\x14num_failed_handovers\x18\x0b \x01(\x04\x1a:\n\x18NumFinishedByReasonEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xd3\x03\n\x0cStatusSample\x12\x14\n\x0ctime_unix_ms\x18\x01 \x01(\x03\x12\x1e\n\x16generated_tokens_per_s\x18\x02 \x01(\x01\x12\x1b\n\x13prompt_tokens_per_s\x18\x03 \x01(\x01\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x10\n\x08kv_usage\x18\x06 \x01(\x01\x12\'\n\x1atime_to_first_token_p50_ms\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\'\n\x1atime_to_first_token_p95_ms\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x1f\n\x12inter_token_p50_ms\x18\t \x01(\x01H\x02\x88\x01\x01\x12\x1f\n\x12inter_token_p95_ms\x18\n \x01(\x01H\x03\x88\x01\x01\x12\x1e\n\x11queue_time_p95_ms\x18\x0b \x01(\x01H\x04\x88\x01\x01\x42\x1d\n\x1b_time_to_first_token_p50_msB\x1d\n\x1b_time_to_first_token_p95_msB\x15\n\x13_inter_token_p50_msB\x15\n\x13_inter_token_p95_msB\x14\n\x12_queue_time_p95_ms\"Y\n\x14GetCellStatusRequest\x12*\n\x06router\x18\x01 \x01(\x0b\x32\x1a.midstream.v1.RouterStatus\x12\x15\n\rmax_map_cells\x18\x02 \x01(\r\"\xc5\x01\n\x0cRouterStatus\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x18\n\x10num_open_streams\x18\x02 \x01(\r\x12\x18\n\x10num_detokenizers\x18\x03 \x01(\r\x12\x1d\n\x15num_live_detokenizers\x18\x04 \x01(\r\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\x12\x10\n\x08problems\x18\x06 \x03(\t\x12(\n\x05usage\x18\x07 \x03(\x0b\x32\x19.midstream.v1.ClientUsage\"b\n\x0b\x43lientUsage\x12\x0e\n\x06\x63lient\x18\x01 \x01(\t\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12.\n\tintervals\x18\x03 \x03(\x0b\x32\x1b.midstream.v1.UsageInterval\"I\n\rUsageInterval\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x14\n\x0cnum_requests\x18\x02 \x01(\x04\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\"\x8e\x04\n\nCellStatus\x12\x0c\n\x04\x63\x65ll\x18\x01 \x01(\t\x12\x17\n\x0fscheduler_epoch\x18\x02 \x01(\x04\x12\x13\n\x0bis_draining\x18\x03 \x01(\x08\x12-\n\x08requests\x18\x04 \x01(\x0b\x32\x1b.midstream.v1.RequestCounts\x12)\n\x06groups\x18\x05 \x03(\x0b\x32\x19.midstream.v1.GroupStatus\x12\x33\n\x0c\x64\x65tokenizers\x18\x06 \x03(\x0b\x32\x1d.midstream.v1.DetokenizerInfo\x12+\n\x07routers\x18\x07 \x03(\x0b\x32\x1a.midstream.v1.RouterStatus\x12.\n\x06\x63ounts\x18\x08 \x01(\x0b\x32\x1e.midstream.v1.CountsSinceStart\x12\x39\n\x13time_to_first_token\x18\t \x01(\x0b\x32\x1c.midstream.v1.DurationCounts\x12\x39\n\x13inter_token_latency\x18\n \x01(\x0b\x32\x1c.midstream.v1.DurationCounts\x12\x30\n\nqueue_time\x18\x0b \x01(\x0b\x32\x1c.midstream.v1.DurationCounts\x12\x30\n\x08\x64\x65tached\x18\x0c \x03(\x0b\x32\x1e.midstream.v1.DetachedRequests\"7\n\x10\x44\x65tachedRequests\x12\x0e\n\x06\x63lient\x18\x01 \x01(\t\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t\"3\n\x0e\x44urationCounts\x12\x11\n\tbounds_ms\x18\x01 \x03(\x01\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/status.proto\x12\x0cmidstream.v1\x1a\x11protos/kind.proto\x1a\x12protos/loads.proto\"\"\n\x10GetStatusRequest\x12\x0e\n\x06stream\x18\x01 \x01(\x08\"\xf8\x02\n\x0cSystemStatus\x12\x14\n\x0ctime_unix_ms\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x11\n\trouter_id\x18\x04 \x01(\t\x12\'\n\x05parts\x18\x05 \x03(\x0b\x32\x18.midstream.v1.PartStatus\x12-\n\x08requests\x18\x06 \x01(\x0b\x32\x1b.midstream.v1.RequestCounts\x12)\n\x06groups\x18\x07 \x03(\x0b\x32\x19.midstream.v1.GroupStatus\x12.\n\x06\x63ounts\x18\x08 \x01(\x0b\x32\x1e.midstream.v1.CountsSinceStart\x12+\n\x07samples\x18\t \x03(\x0b\x32\x1a.midstream.v1.StatusSample\x12\x18\n\x10latency_window_s\x18\n \x01(\r\x12%\n\x07outages\x18\x0b \x03(\x0b\x32\x14.midstream.v1.Outage\"h\n\x06Outage\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x14\n\x0c\x66rom_unix_ms\x18\x03 \x01(\x03\x12\x1a\n\runtil_unix_ms\x18\x04 \x01(\x03H\x00\x88\x01\x01\x42\x10\n\x0e_until_unix_ms\"\xc7\x01\n\nPartStatus\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12-\n\x05state\x18\x03 \x01(\x0e\x32\x1e.midstream.v1.PartStatus.State\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"^\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07SERVING\x10\x01\x12\x0c\n\x08\x44\x45GRADED\x10\x02\x12\x0c\n\x08\x44RAINING\x10\x03\x12\x08\n\x04LOST\x10\x04\x12\x0b\n\x07UNKNOWN\x10\x05\"|\n\rRequestCounts\x12\x12\n\nnum_queued\x18\x01 \x01(\r\x12\x12\n\nnum_paused\x18\x02 \x01(\r\x12\x13\n\x0bnum_context\x18\x03 \x01(\r\x12\x16\n\x0enum_generation\x18\x04 \x01(\r\x12\x16\n\x0emax_num_queued\x18\x05 \x01(\r\"\xc3\x04\n\x0bGroupStatus\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63\x65ll\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12\x15\n\rnum_sequences\x18\x07 \x01(\r\x12\x19\n\x11max_num_sequences\x18\x08 \x01(\r\x12\x1b\n\x13num_steps_in_flight\x18\t \x01(\r\x12\x11\n\tnum_steps\x18\n \x01(\x04\x12\x13\n\x0bsteps_per_s\x18\x0b \x01(\x01\x12\x11\n\tsilent_ms\x18\x0c \x01(\r\x12\x12\n\nstalled_ms\x18\r \x01(\r\x12\x12\n\nnum_blocks\x18\x0e \x01(\r\x12\x18\n\x10tokens_per_block\x18\x0f \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x10 \x01(\r\x12\x19\n\x11num_shared_blocks\x18\x11 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x12 \x01(\r\x12)\n\tblock_map\x18\x13 \x01(\x0b\x32\x16.midstream.v1.BlockMap\x12\x12\n\nnum_faults\x18\x14 \x01(\r\x12\x13\n\x0bheld_off_ms\x18\x15 \x01(\r\x12\x12\n\nlast_fault\x18\x16 \x01(\t\x12\x0c\n\x04role\x18\x17 \x01(\t\x12\x19\n\x11num_stored_blocks\x18\x18 \x01(\x04\x12&\n\x04kind\x18\x19 \x01(\x0b\x32\x18.midstream.v1.WorkerKind\"Q\n\x08\x42lockMap\x12\x17\n\x0f\x62locks_per_cell\x18\x01 \x01(\r\x12\x0c\n\x04held\x18\x02 \x03(\r\x12\x0e\n\x06shared\x18\x03 \x03(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x03(\r\"\xcf\x03\n\x10\x43ountsSinceStart\x12W\n\x16num_finished_by_reason\x18\x01 \x03(\x0b\x32\x37.midstream.v1.CountsSinceStart.NumFinishedByReasonEntry\x12\x17\n\x0fnum_preemptions\x18\x02 \x01(\x04\x12\x16\n\x0enum_recoveries\x18\x03 \x01(\x04\x12\x19\n\x11num_worker_deaths\x18\x04 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\x06 \x01(\x04\x12\x1c\n\x14prefix_cache_queries\x18\x07 \x01(\x04\x12\x19\n\x11prefix_cache_hits\x18\x08 \x01(\x04\x12\x19\n\x11num_worker_faults\x18\t \x01(\x04\x12\x15\n\rnum_handovers\x18\n \x01(\x04\x12\x1c\n\x14num_failed_handovers\x18\x0b \x01(\x04\x12\x18\n\x10num_kind_changes\x18\x0c \x01(\x04\x1a:\n\x18NumFinishedByReasonEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xd3\x03\n\x0cStatusSample\x12\x14\n\x0ctime_unix_ms\x18\x01 \x01(\x03\x12\x1e\n\x16generated_tokens_per_s\x18\x02 \x01(\x01\x12\x1b\n\x13prompt_tokens_per_s\x18\x03 \x01(\x01\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x10\n\x08kv_usage\x18\x06 \x01(\x01\x12\'\n\x1atime_to_first_token_p50_ms\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\'\n\x1atime_to_first_token_p95_ms\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x1f\n\x12inter_token_p50_ms\x18\t \x01(\x01H\x02\x88\x01\x01\x12\x1f\n\x12inter_token_p95_ms\x18\n \x01(\x01H\x03\x88\x01\x01\x12\x1e\n\x11queue_time_p95_ms\x18\x0b \x01(\x01H\x04\x88\x01\x01\x42\x1d\n\x1b_time_to_first_token_p50_msB\x1d\n\x1b_time_to_first_token_p95_msB\x15\n\x13_inter_token_p50_msB\x15\n\x13_inter_token_p95_msB\x14\n\x12_queue_time_p95_ms\"Y\n\x14GetCellStatusRequest\x12*\n\x06router\x18\x01 \x01(\x0b\x32\x1a.midstream.v1.RouterStatus\x12\x15\n\rmax_map_cells\x18\x02 \x01(\r\"\x82\x02\n\x0cRouterStatus\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x18\n\x10num_open_streams\x18\x02 \x01(\r\x12\x18\n\x10num_detokenizers\x18\x03 \x01(\r\x12\x1d\n\x15num_live_detokenizers\x18\x04 \x01(\r\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\x12\x10\n\x08problems\x18\x06 \x03(\t\x12(\n\x05usage\x18\x07 \x03(\x0b\x32\x19.midstream.v1.ClientUsage\x12\x1d\n\x15tokenizer_fingerprint\x18\x08 \x01(\t\x12\x1c\n\x14template_fingerprint\x18\t \x01(\t\"b\n\x0b\x43lientUsage\x12\x0e\n\x06\x63lient\x18\x01 \x01(\t\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12.\n\tintervals\x18\x03 \x03(\x0b\x32\x1b.midstream.v1.UsageInterval\"I\n\rUsageInterval\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x14\n\x0cnum_requests\x18\x02 \x01(\x04\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\"\x8e\x04\n\nCellStatus\x12\x0c\n\x04\x63\x65ll\x18\x01 \x01(\t\x12\x17\n\x0fscheduler_epoch\x18\x02 \x01(\x04\x12\x13\n\x0bis_draining\x18\x03 \x01(\x08\x12-\n\x08requests\x18\x04 \x01(\x0b\x32\x1b.midstream.v1.RequestCounts\x12)\n\x06groups\x18\x05 \x03(\x0b\x32\x19.midstream.v1.GroupStatus\x12\x33\n\x0c\x64\x65tokenizers\x18\x06 \x03(\x0b\x32\x1d.midstream.v1.DetokenizerInfo\x12+\n\x07routers\x18\x07 \x03(\x0b\x32\x1a.midstream.v1.RouterStatus\x12.\n\x06\x63ounts\x18\x08 \x01(\x0b\x32\x1e.midstream.v1.CountsSinceStart\x12\x39\n\x13time_to_first_token\x18\t \x01(\x0b\x32\x1c.midstream.v1.DurationCounts\x12\x39\n\x13inter_token_latency\x18\n \x01(\x0b\x32\x1c.midstream.v1.DurationCounts\x12\x30\n\nqueue_time\x18\x0b \x01(\x0b\x32\x1c.midstream.v1.DurationCounts\x12\x30\n\x08\x64\x65tached\x18\x0c \x03(\x0b\x32\x1e.midstream.v1.DetachedRequests\"7\n\x10\x44\x65tachedRequests\x12\x0e\n\x06\x63lient\x18\x01 \x01(\t\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t\"3\n\x0e\x44urationCounts\x12\x11\n\tbounds_ms\x18\x01 \x03(\x01\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,40 +35,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_COUNTSSINCESTART_NUMFINISHEDBYREASONENTRY']._loaded_options = None
   _globals['_COUNTSSINCESTART_NUMFINISHEDBYREASONENTRY']._serialized_options = b'8\001'
-  _globals['_GETSTATUSREQUEST']._serialized_start=57
-  _globals['_GETSTATUSREQUEST']._serialized_end=91
-  _globals['_SYSTEMSTATUS']._serialized_start=94
-  _globals['_SYSTEMSTATUS']._serialized_end=470
-  _globals['_OUTAGE']._serialized_start=472
-  _globals['_OUTAGE']._serialized_end=576
-  _globals['_PARTSTATUS']._serialized_start=579
-  _globals['_PARTSTATUS']._serialized_end=778
-  _globals['_PARTSTATUS_STATE']._serialized_start=684
-  _globals['_PARTSTATUS_STATE']._serialized_end=778
-  _globals['_REQUESTCOUNTS']._serialized_start=780
-  _globals['_REQUESTCOUNTS']._serialized_end=904
-  _globals['_GROUPSTATUS']._serialized_start=907
-  _globals['_GROUPSTATUS']._serialized_end=1446
-  _globals['_BLOCKMAP']._serialized_start=1448
-  _globals['_BLOCKMAP']._serialized_end=1529
-  _globals['_COUNTSSINCESTART']._serialized_start=1532
-  _globals['_COUNTSSINCESTART']._serialized_end=1969
-  _globals['_COUNTSSINCESTART_NUMFINISHEDBYREASONENTRY']._serialized_start=1911
-  _globals['_COUNTSSINCESTART_NUMFINISHEDBYREASONENTRY']._serialized_end=1969
-  _globals['_STATUSSAMPLE']._serialized_start=1972
-  _globals['_STATUSSAMPLE']._serialized_end=2439
-  _globals['_GETCELLSTATUSREQUEST']._serialized_start=2441
-  _globals['_GETCELLSTATUSREQUEST']._serialized_end=2530
-  _globals['_ROUTERSTATUS']._serialized_start=2533
-  _globals['_ROUTERSTATUS']._serialized_end=2730
-  _globals['_CLIENTUSAGE']._serialized_start=2732
-  _globals['_CLIENTUSAGE']._serialized_end=2830
-  _globals['_USAGEINTERVAL']._serialized_start=2832
-  _globals['_USAGEINTERVAL']._serialized_end=2905
-  _globals['_CELLSTATUS']._serialized_start=2908
-  _globals['_CELLSTATUS']._serialized_end=3434
-  _globals['_DETACHEDREQUESTS']._serialized_start=3436
-  _globals['_DETACHEDREQUESTS']._serialized_end=3491
-  _globals['_DURATIONCOUNTS']._serialized_start=3493
-  _globals['_DURATIONCOUNTS']._serialized_end=3544
+  _globals['_GETSTATUSREQUEST']._serialized_start=76
+  _globals['_GETSTATUSREQUEST']._serialized_end=110
+  _globals['_SYSTEMSTATUS']._serialized_start=113
+  _globals['_SYSTEMSTATUS']._serialized_end=489
+  _globals['_OUTAGE']._serialized_start=491
+  _globals['_OUTAGE']._serialized_end=595
+  _globals['_PARTSTATUS']._serialized_start=598
+  _globals['_PARTSTATUS']._serialized_end=797
+  _globals['_PARTSTATUS_STATE']._serialized_start=703
+  _globals['_PARTSTATUS_STATE']._serialized_end=797
+  _globals['_REQUESTCOUNTS']._serialized_start=799
+  _globals['_REQUESTCOUNTS']._serialized_end=923
+  _globals['_GROUPSTATUS']._serialized_start=926
+  _globals['_GROUPSTATUS']._serialized_end=1505
+  _globals['_BLOCKMAP']._serialized_start=1507
+  _globals['_BLOCKMAP']._serialized_end=1588
+  _globals['_COUNTSSINCESTART']._serialized_start=1591
+  _globals['_COUNTSSINCESTART']._serialized_end=2054
+  _globals['_COUNTSSINCESTART_NUMFINISHEDBYREASONENTRY']._serialized_start=1996
+  _globals['_COUNTSSINCESTART_NUMFINISHEDBYREASONENTRY']._serialized_end=2054
+  _globals['_STATUSSAMPLE']._serialized_start=2057
+  _globals['_STATUSSAMPLE']._serialized_end=2524
+  _globals['_GETCELLSTATUSREQUEST']._serialized_start=2526
+  _globals['_GETCELLSTATUSREQUEST']._serialized_end=2615
+  _globals['_ROUTERSTATUS']._serialized_start=2618
+  _globals['_ROUTERSTATUS']._serialized_end=2876
+  _globals['_CLIENTUSAGE']._serialized_start=2878
+  _globals['_CLIENTUSAGE']._serialized_end=2976
+  _globals['_USAGEINTERVAL']._serialized_start=2978
+  _globals['_USAGEINTERVAL']._serialized_end=3051
+  _globals['_CELLSTATUS']._serialized_start=3054
+  _globals['_CELLSTATUS']._serialized_end=3580
+  _globals['_DETACHEDREQUESTS']._serialized_start=3582
+  _globals['_DETACHEDREQUESTS']._serialized_end=3637
+  _globals['_DURATIONCOUNTS']._serialized_start=3639
+  _globals['_DURATIONCOUNTS']._serialized_end=3690
 # @@protoc_insertion_point(module_scope)

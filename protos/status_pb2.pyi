@@ -9,6 +9,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import protos.kind_pb2
 import protos.loads_pb2
 import sys
 import typing
@@ -243,6 +244,7 @@ class GroupStatus(google.protobuf.message.Message):
     LAST_FAULT_FIELD_NUMBER: builtins.int
     ROLE_FIELD_NUMBER: builtins.int
     NUM_STORED_BLOCKS_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     cell: builtins.str
     epoch: builtins.int
@@ -281,6 +283,8 @@ class GroupStatus(google.protobuf.message.Message):
     """Number of blocks known to be in the worker's tiers, which the workers of a host may share."""
     @property
     def block_map(self) -> global___BlockMap: ...
+    @property
+    def kind(self) -> protos.kind_pb2.WorkerKind: ...
     def __init__(
         self,
         *,
@@ -308,9 +312,10 @@ class GroupStatus(google.protobuf.message.Message):
         last_fault: builtins.str = ...,
         role: builtins.str = ...,
         num_stored_blocks: builtins.int = ...,
+        kind: protos.kind_pb2.WorkerKind | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["block_map", b"block_map"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_map", b"block_map", "cell", b"cell", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "group_id", b"group_id", "held_off_ms", b"held_off_ms", "last_fault", b"last_fault", "max_num_sequences", b"max_num_sequences", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_faults", b"num_faults", "num_held_blocks", b"num_held_blocks", "num_sequences", b"num_sequences", "num_shared_blocks", b"num_shared_blocks", "num_steps", b"num_steps", "num_steps_in_flight", b"num_steps_in_flight", "num_stored_blocks", b"num_stored_blocks", "role", b"role", "silent_ms", b"silent_ms", "stalled_ms", b"stalled_ms", "steps_per_s", b"steps_per_s", "tokens_per_block", b"tokens_per_block", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["block_map", b"block_map", "kind", b"kind"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["block_map", b"block_map", "cell", b"cell", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "group_id", b"group_id", "held_off_ms", b"held_off_ms", "kind", b"kind", "last_fault", b"last_fault", "max_num_sequences", b"max_num_sequences", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_faults", b"num_faults", "num_held_blocks", b"num_held_blocks", "num_sequences", b"num_sequences", "num_shared_blocks", b"num_shared_blocks", "num_steps", b"num_steps", "num_steps_in_flight", b"num_steps_in_flight", "num_stored_blocks", b"num_stored_blocks", "role", b"role", "silent_ms", b"silent_ms", "stalled_ms", b"stalled_ms", "steps_per_s", b"steps_per_s", "tokens_per_block", b"tokens_per_block", "world_size", b"world_size"]) -> None: ...
 
 global___GroupStatus = GroupStatus
 
@@ -378,6 +383,7 @@ class CountsSinceStart(google.protobuf.message.Message):
     NUM_WORKER_FAULTS_FIELD_NUMBER: builtins.int
     NUM_HANDOVERS_FIELD_NUMBER: builtins.int
     NUM_FAILED_HANDOVERS_FIELD_NUMBER: builtins.int
+    NUM_KIND_CHANGES_FIELD_NUMBER: builtins.int
     num_preemptions: builtins.int
     num_recoveries: builtins.int
     """Number of times a request lost its worker and was recomputed elsewhere."""
@@ -393,6 +399,8 @@ class CountsSinceStart(google.protobuf.message.Message):
     be fetched.
     """
     num_failed_handovers: builtins.int
+    num_kind_changes: builtins.int
+    """Number of times a request moved to another kind of workers."""
     @property
     def num_finished_by_reason(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]: ...
     def __init__(
@@ -409,8 +417,9 @@ class CountsSinceStart(google.protobuf.message.Message):
         num_worker_faults: builtins.int = ...,
         num_handovers: builtins.int = ...,
         num_failed_handovers: builtins.int = ...,
+        num_kind_changes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["num_failed_handovers", b"num_failed_handovers", "num_finished_by_reason", b"num_finished_by_reason", "num_generated_tokens", b"num_generated_tokens", "num_handovers", b"num_handovers", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_recoveries", b"num_recoveries", "num_worker_deaths", b"num_worker_deaths", "num_worker_faults", b"num_worker_faults", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_failed_handovers", b"num_failed_handovers", "num_finished_by_reason", b"num_finished_by_reason", "num_generated_tokens", b"num_generated_tokens", "num_handovers", b"num_handovers", "num_kind_changes", b"num_kind_changes", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_recoveries", b"num_recoveries", "num_worker_deaths", b"num_worker_deaths", "num_worker_faults", b"num_worker_faults", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries"]) -> None: ...
 
 global___CountsSinceStart = CountsSinceStart
 
@@ -511,11 +520,16 @@ class RouterStatus(google.protobuf.message.Message):
     IS_DRAINING_FIELD_NUMBER: builtins.int
     PROBLEMS_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: builtins.int
+    TEMPLATE_FINGERPRINT_FIELD_NUMBER: builtins.int
     router_id: builtins.str
     num_open_streams: builtins.int
     num_detokenizers: builtins.int
     num_live_detokenizers: builtins.int
     is_draining: builtins.bool
+    tokenizer_fingerprint: builtins.str
+    """Identifies the tokenizer (as in ModelInfo) and the chat templates. Routers that differ build other prompts."""
+    template_fingerprint: builtins.str
     @property
     def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Reasons why the router is unhealthy, such as stalled loops."""
@@ -534,8 +548,10 @@ class RouterStatus(google.protobuf.message.Message):
         is_draining: builtins.bool = ...,
         problems: collections.abc.Iterable[builtins.str] | None = ...,
         usage: collections.abc.Iterable[global___ClientUsage] | None = ...,
+        tokenizer_fingerprint: builtins.str = ...,
+        template_fingerprint: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["is_draining", b"is_draining", "num_detokenizers", b"num_detokenizers", "num_live_detokenizers", b"num_live_detokenizers", "num_open_streams", b"num_open_streams", "problems", b"problems", "router_id", b"router_id", "usage", b"usage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["is_draining", b"is_draining", "num_detokenizers", b"num_detokenizers", "num_live_detokenizers", b"num_live_detokenizers", "num_open_streams", b"num_open_streams", "problems", b"problems", "router_id", b"router_id", "template_fingerprint", b"template_fingerprint", "tokenizer_fingerprint", b"tokenizer_fingerprint", "usage", b"usage"]) -> None: ...
 
 global___RouterStatus = RouterStatus
 

@@ -16,6 +16,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
 import protos.generation_pb2
+import protos.kind_pb2
 import typing
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
@@ -32,6 +33,7 @@ class WorkerMessage(google.protobuf.message.Message):
     STEP_OUTPUTS_FIELD_NUMBER: builtins.int
     BLOCKS_FETCHED_FIELD_NUMBER: builtins.int
     IMAGE_ENCODED_FIELD_NUMBER: builtins.int
+    WEIGHTS_HASHED_FIELD_NUMBER: builtins.int
     @property
     def register(self) -> global___Register: ...
     @property
@@ -48,6 +50,8 @@ class WorkerMessage(google.protobuf.message.Message):
     def blocks_fetched(self) -> global___BlocksFetched: ...
     @property
     def image_encoded(self) -> global___ImageEncoded: ...
+    @property
+    def weights_hashed(self) -> global___WeightsHashed: ...
     def __init__(
         self,
         *,
@@ -59,10 +63,11 @@ class WorkerMessage(google.protobuf.message.Message):
         step_outputs: global___StepOutputs | None = ...,
         blocks_fetched: global___BlocksFetched | None = ...,
         image_encoded: global___ImageEncoded | None = ...,
+        weights_hashed: global___WeightsHashed | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["blocks_fetched", b"blocks_fetched", "heartbeat", b"heartbeat", "image_encoded", b"image_encoded", "leave", b"leave", "lora_result", b"lora_result", "message", b"message", "register", b"register", "step_outputs", b"step_outputs", "step_result", b"step_result"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks_fetched", b"blocks_fetched", "heartbeat", b"heartbeat", "image_encoded", b"image_encoded", "leave", b"leave", "lora_result", b"lora_result", "message", b"message", "register", b"register", "step_outputs", b"step_outputs", "step_result", b"step_result"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["register", "heartbeat", "step_result", "leave", "lora_result", "step_outputs", "blocks_fetched", "image_encoded"] | None: ...
+    def HasField(self, field_name: typing.Literal["blocks_fetched", b"blocks_fetched", "heartbeat", b"heartbeat", "image_encoded", b"image_encoded", "leave", b"leave", "lora_result", b"lora_result", "message", b"message", "register", b"register", "step_outputs", b"step_outputs", "step_result", b"step_result", "weights_hashed", b"weights_hashed"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blocks_fetched", b"blocks_fetched", "heartbeat", b"heartbeat", "image_encoded", b"image_encoded", "leave", b"leave", "lora_result", b"lora_result", "message", b"message", "register", b"register", "step_outputs", b"step_outputs", "step_result", b"step_result", "weights_hashed", b"weights_hashed"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["register", "heartbeat", "step_result", "leave", "lora_result", "step_outputs", "blocks_fetched", "image_encoded", "weights_hashed"] | None: ...
 
 global___WorkerMessage = WorkerMessage
 
@@ -130,7 +135,7 @@ class Register(google.protobuf.message.Message):
 
     GROUP_ID_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
-    MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
     TOKENS_PER_BLOCK_FIELD_NUMBER: builtins.int
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
@@ -160,8 +165,6 @@ class Register(google.protobuf.message.Message):
     group_id: builtins.str
     incarnation: builtins.int
     """A random number, chosen when the process starts."""
-    model_fingerprint: builtins.str
-    """Identifies the model's configuration and weights; must equal the scheduler's."""
     tokens_per_block: builtins.int
     num_blocks: builtins.int
     vocab_size: builtins.int
@@ -208,8 +211,13 @@ class Register(google.protobuf.message.Message):
     """
     block_kind: builtins.str
     """Identifies everything besides the tokens that determines a block's bits: model, settings, code, instruction set.
-    Workers fetch blocks only from workers with the same value. Empty if unknown, as from older workers.
+    Workers fetch blocks only from workers with the same value, which is narrower than the kind. Empty if the worker
+    neither offers nor fetches blocks.
     """
+    @property
+    def kind(self) -> protos.kind_pb2.WorkerKind:
+        """The group's kind. Its model_fingerprint must equal the scheduler's."""
+
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Request features that the group supports. In addition, `recurrent_state` means that blocks contain the recurrent
@@ -240,7 +248,7 @@ class Register(google.protobuf.message.Message):
         *,
         group_id: builtins.str = ...,
         incarnation: builtins.int = ...,
-        model_fingerprint: builtins.str = ...,
+        kind: protos.kind_pb2.WorkerKind | None = ...,
         tokens_per_block: builtins.int = ...,
         num_blocks: builtins.int = ...,
         vocab_size: builtins.int = ...,
@@ -268,7 +276,8 @@ class Register(google.protobuf.message.Message):
         num_micro_batches: builtins.int = ...,
         block_kind: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attention_windows", b"attention_windows", "block_bytes", b"block_bytes", "block_kind", b"block_kind", "device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kv_source", b"kv_source", "kv_store", b"kv_store", "lora_cache_bytes", b"lora_cache_bytes", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "num_micro_batches", b"num_micro_batches", "protocol_version", b"protocol_version", "role", b"role", "sink_token_length", b"sink_token_length", "stored_hashes", b"stored_hashes", "tier_store", b"tier_store", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["kind", b"kind"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attention_windows", b"attention_windows", "block_bytes", b"block_bytes", "block_kind", b"block_kind", "device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kind", b"kind", "kv_source", b"kv_source", "kv_store", b"kv_store", "lora_cache_bytes", b"lora_cache_bytes", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "num_blocks", b"num_blocks", "num_micro_batches", b"num_micro_batches", "protocol_version", b"protocol_version", "role", b"role", "sink_token_length", b"sink_token_length", "stored_hashes", b"stored_hashes", "tier_store", b"tier_store", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 global___Register = Register
 
@@ -511,6 +520,31 @@ class MemoryUsage(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["cpu_bytes", b"cpu_bytes", "gpu_bytes", b"gpu_bytes", "pinned_bytes", b"pinned_bytes"]) -> None: ...
 
 global___MemoryUsage = MemoryUsage
+
+@typing.final
+class WeightsHashed(google.protobuf.message.Message):
+    """The weight files have been hashed completely after the registration."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    WEIGHTS_ROOT_FIELD_NUMBER: builtins.int
+    BLOCK_KIND_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    weights_root: builtins.str
+    """As in WorkerKind."""
+    block_kind: builtins.str
+    """As in Register: the blocks' kind, which contains the weights' identity."""
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        weights_root: builtins.str = ...,
+        block_kind: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_kind", b"block_kind", "epoch", b"epoch", "weights_root", b"weights_root"]) -> None: ...
+
+global___WeightsHashed = WeightsHashed
 
 @typing.final
 class Leave(google.protobuf.message.Message):

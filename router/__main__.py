@@ -93,7 +93,7 @@ async def serve(config: RouterConfig) -> None:
     chat = ChatModel.of(folder, prompts.tokenizer, config.tool_parser, config.reasoning_parser)
     progress, metrics = Progress(), Metrics(folder.name)
     tracer = Tracer.from_config(config, "router")
-    pool = DetokenizerPool(config.detokenizers, links)
+    pool = DetokenizerPool(config.detokenizers, links, folder.tokenizer_fingerprint)
     runner = Runner(config, folder, prompts, cells, pool)
     metrics.gauge("num_live_detokenizers", "Detokenizers available.").set_function(lambda: pool.num_live)
     metrics.registry.register(CellMetrics(folder.name, cells.reports))
@@ -136,6 +136,8 @@ async def serve(config: RouterConfig) -> None:
             is_draining=server.draining.is_set(),
             problems=progress.problems(),
             usage=quotas.usage(),
+            tokenizer_fingerprint=folder.tokenizer_fingerprint,
+            template_fingerprint=folder.template_fingerprint,
         )
 
     status = StatusFeed(

@@ -141,6 +141,12 @@ class KvCache:
         transfers = self.server or self.fetcher
         return "" if transfers is None else transfers.kind.hex()
 
+    def use_transfer_kind(self, kind: bytes) -> None:
+        """Replace the kind of the blocks that this worker offers or fetches from now on. Any thread."""
+        for part in (self.server, self.fetcher):
+            if part is not None:
+                part.kind = kind
+
     def close(self) -> None:
         """Remove the pool from the store, and stop storing blocks in tiers."""
         if self.fetcher is not None:

@@ -264,10 +264,11 @@ class BlockFetcher:
             connect: Creates a transport; by default a ZmqTransport.
         """
         self.num_fetched = self.fetched_bytes = self.num_missing = self.num_damaged = 0
-        self.kind, self._block_bytes = kind, block_bytes
+        self.kind = self._kind_in_use = kind
+        self._block_bytes = block_bytes
         self._max_blocks = max_bytes // block_bytes
         self._context = zmq.Context()
-        self._connect = connect or (lambda source: ZmqTransport(self._context, source, kind, store))
+        self._connect = connect or (lambda source: ZmqTransport(self._context, source, self._kind_in_use, store))
         self._transports: OrderedDict[str, BlockTransport] = OrderedDict()
         self._paused_until: dict[str, float] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -344,6 +345,10 @@ class BlockFetcher:
 
     def _fetch_some(self, job: _Job, left: list[int], missing: list[int], dropped: set[int]) -> None:
         """Fetch the first blocks in `left`, and remove them from the list."""
+        if self._kind_in_use != self.kind:
+            for source in list(self._transports):
+                self._disconnect(source)
+            self._kind_in_use = self.kind
         transport = self._transports.get(job.kv_source)
         if transport is None:
             if len(self._transports) >= _MAX_CONNECTIONS:
@@ -355,7 +360,7 @@ class BlockFetcher:
             left.pop(0)
             if contents is None:
                 missing.append(value)
-            elif checksum(block_header(self.kind, value, self._block_bytes), contents) != expected:
+            elif checksum(block_header(self._kind_in_use, value, self._block_bytes), contents) != expected:
                 self.num_damaged += 1
                 missing.append(value)
             else:

@@ -117,6 +117,7 @@ class SchedulerLink:
         self._connector = Connector(address, credentials)
         self._adapters = AdapterMessages(adapters, self._wake)
         self._kept, self._tiers, self._fetcher = kept, tiers, fetcher
+        self._has_hashed = False  # whether the weights were hashed after the registration
         self._unsent_hashes = set[int]()  # blocks in the tiers, for heartbeats after a registration
         self._images = None if images is None else ImageMessages(images, self._wake, metrics)
         self._outbox: deque[tuple[Step, StepOutput, float]] = deque()
@@ -169,6 +170,13 @@ class SchedulerLink:
         """
         self._has_failed = True
         self.epoch = 0
+        self._wake()
+
+    def announce_weights(self, root: str, block_kind: str) -> None:
+        """Tell the scheduler, now and in later registrations, the root of the tree over the weights. Any thread."""
+        with self._lock:
+            self._register.kind.weights_root, self._register.block_kind = root, block_kind
+            self._has_hashed = True
         self._wake()
 
     def leave(self) -> None:
@@ -254,6 +262,11 @@ class SchedulerLink:
             answer = self._adapters.answers.popleft()
             if answer.epoch == self.epoch:
                 self._send_all(dealer, [worker_pb2.WorkerMessage(lora_result=answer)])
+        if self._has_hashed and self.epoch:
+            self._has_hashed = False
+            root, block_kind = self._register.kind.weights_root, self._register.block_kind
+            hashed = worker_pb2.WeightsHashed(epoch=self.epoch, weights_root=root, block_kind=block_kind)
+            self._send_all(dealer, [worker_pb2.WorkerMessage(weights_hashed=hashed)])
         while self._outbox:
             step, output, waiting_s = self._outbox.popleft()
             if step.epoch != self.epoch:

@@ -27,6 +27,7 @@ from midstream.cli.run_dir import (
     run_dir_flag,
 )
 from midstream.cli.up import add_run_dir
+from midstream.kind_names import kind_name
 from midstream.rpc.serving import open_channel
 from protos import loads_pb2, scheduler_pb2_grpc
 
@@ -39,11 +40,18 @@ UNSUPERVISED = (
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """Current state of one process. `health` is `serving` or the problem; `epoch` is set for some kinds."""
+    """Current state of one process.
+
+    Attributes:
+        health: `serving`, or the problem.
+        epoch: Epoch of a scheduler or worker.
+        worker_kind: Name of a worker's kind (protos/kind.proto).
+    """
 
     process: ProcessState
     health: str
     epoch: int | None
+    worker_kind: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,9 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _ask_all(state: RunState, credentials: Credentials) -> list[ProcessStatus]:
     healths = asyncio.gather(*(_ask_health(item) for item in state.processes))
-    epochs = await _ask_epochs(state, credentials)
+    epochs, kinds = await _ask_scheduler(state, credentials)
     return [
-        ProcessStatus(process, health, epochs.get(process.name))
+        ProcessStatus(process, health, epochs.get(process.name), kinds.get(process.name, ""))
         for process, health in zip(state.processes, await healths, strict=True)
     ]
 
@@ -92,16 +100,17 @@ async def _ask_health(process: ProcessState) -> str:
     return problem or "serving"
 
 
-async def _ask_epochs(state: RunState, credentials: Credentials) -> dict[str, int]:
-    """Return the scheduler's epochs by process name."""
+async def _ask_scheduler(state: RunState, credentials: Credentials) -> tuple[dict[str, int], dict[str, str]]:
+    """Return the epochs of the scheduler and the workers, and the kinds of the workers, by process name."""
     (scheduler,) = state.of_kind("scheduler")
     async with open_channel(scheduler.addresses["grpc"], **credentials) as channel:
         stub = cast("scheduler_pb2_grpc.SchedulerAsyncStub", scheduler_pb2_grpc.SchedulerStub(channel))
         try:
             info = await stub.GetServerInfo(loads_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError:
-            return {}
-    return {scheduler.name: info.scheduler_epoch} | {group.group_id: group.epoch for group in info.worker_groups}
+            return {}, {}
+    epochs = {scheduler.name: info.scheduler_epoch} | {group.group_id: group.epoch for group in info.worker_groups}
+    return epochs, {group.group_id: kind_name(group.kind) for group in info.worker_groups}
 
 
 def _table(statuses: list[ProcessStatus]) -> Table:
@@ -123,6 +132,7 @@ def _table(statuses: list[ProcessStatus]) -> Table:
                 "\n".join(
                     [f"{protocol} {address}" for protocol, address in process.addresses.items()]
                     + ([f"epoch {status.epoch}"] if status.epoch else [])
+                    + ([f"kind {status.worker_kind}"] if status.worker_kind else [])
                 )
             ),
         )
@@ -144,6 +154,7 @@ def _to_json(run_dir: RunDir, state: RunState, statuses: list[ProcessStatus], is
                 "pid": status.process.pid,
                 "addresses": status.process.addresses,
                 "epoch": status.epoch,
+                "worker_kind": status.worker_kind,
                 "health": status.health,
                 "num_restarts": status.process.num_restarts,
                 "started_unix_s": status.process.started_unix_s,

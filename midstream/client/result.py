@@ -14,6 +14,7 @@ class SequenceResult:
 
     Attributes:
         extras: Log probabilities and pieces of tensors, if requested.
+        kind_changed_at: Index of the first token that another kind of workers computed; None if there is none.
     """
 
     text: str = ""
@@ -22,6 +23,7 @@ class SequenceResult:
     matched_stop: str | int | None = None
     extras: Extras | None = None
     cumulative_log_prob: float | None = None
+    kind_changed_at: int | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -67,6 +69,8 @@ class Result:
         if chunk.is_sequence_final:
             sequence.finish_reason, sequence.matched_stop = chunk.finish_reason, chunk.matched_stop
             sequence.cumulative_log_prob = chunk.cumulative_log_prob
+        if chunk.kind_changed_at is not None:
+            sequence.kind_changed_at = chunk.kind_changed_at
         if chunk.is_final:
             self.usage, self.perf_metrics = chunk.usage, chunk.perf_metrics
 

@@ -66,6 +66,12 @@ class SchedulerConfig(GrpcServiceConfig):
     )
     image_cache_bytes: int = setting(256 << 20, "Maximum size of cached embeddings of images, in bytes.")
     no_worker_timeout_s: float = setting(30.0, "Seconds that a request without a deadline waits for any worker.")
+    lost_kind: str = setting(
+        "move",
+        "What happens to a request if, for no_worker_timeout_s, no worker of the kind is left that computed its first "
+        "tokens: move to another kind, which the stream reports, wait, or end.",
+        choices=("move", "wait", "end"),
+    )
     orphan_grace_s: float = setting(30.0, "Seconds until a request without an attached client is aborted.")
     finished_ttl_s: float = setting(60.0, "Seconds that a finished request can still be resumed.")
     max_num_finished: int = setting(8192, "Maximum number of finished requests that are kept.")

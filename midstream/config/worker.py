@@ -54,6 +54,11 @@ class WorkerConfig(ServiceConfig):
         "Model implementation: native, transformers (with paged attention), or auto (native where it exists).",
         choices=("auto", "native", "transformers"),
     )
+    hash_bytes_per_s: int = setting(
+        100 << 20,
+        "Maximum bytes per second that are read after the start to hash the weights completely, once for each folder; "
+        "0: never hash them.",
+    )
     tokens_per_block: int = setting(16, "Number of tokens in one KV block; must be a multiple of the scheduler's.")
     max_attention_window: int = setting(
         0, "Maximum attention window in tokens; 0: the model's. Must equal the scheduler's."

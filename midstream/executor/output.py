@@ -45,6 +45,7 @@ class CompletionOutput:
         finish_reason: `stop`, `length`, `abort`, `deadline` or `error`, at the sequence's end.
         stop_reason: The stop word or stop token that ended the sequence.
         tensors: Pieces of logits and other outputs, if requested.
+        kind_changed_at: Index of the first token that another kind of workers computed; None if there is none.
     """
 
     index: int = 0
@@ -57,6 +58,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     tensors: list[Tensor] = field(default_factory=list)
+    kind_changed_at: int | None = None
 
     @property
     def generation_logits(self) -> Tensor | None:
@@ -93,6 +95,8 @@ class CompletionOutput:
             if chunk.extras.log_probs is not None:
                 self.logprobs += logprobs_by_token(chunk.extras.log_probs, chunk.token_ids)
             self.tensors += chunk.extras.tensors
+        if chunk.kind_changed_at is not None:
+            self.kind_changed_at = chunk.kind_changed_at
         if chunk.is_sequence_final:
             self.finish_reason = chunk.finish_reason.value if chunk.finish_reason else None
             self.stop_reason, self.cumulative_logprob = chunk.matched_stop, chunk.cumulative_log_prob

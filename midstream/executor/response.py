@@ -27,6 +27,7 @@ class ResponseResult:
         cum_log_probs: Cumulative log probability of each beam at its end, if requested.
         log_probs: Log probability of each token of each beam, if requested.
         tensors: Tensors of each beam, by name.
+        kind_changed_at: Index of the first token that another kind of workers computed; None if there is none.
     """
 
     sequence_index: int
@@ -39,6 +40,7 @@ class ResponseResult:
     log_probs: list[list[float]]
     tensors: list[dict[str, Tensor]] = field(default_factory=list)
     request_perf_metrics: PerfMetrics | None = None
+    kind_changed_at: int | None = None
 
     @property
     def text(self) -> str:
@@ -112,6 +114,7 @@ def response_of_chunk(chunk: Chunk) -> ResponseResult:
         log_probs=[list(log_probs.token_log_probs)] if log_probs else [],
         tensors=[join_tensors(chunk.extras.tensors)] if chunk.extras else [],
         request_perf_metrics=chunk.perf_metrics,
+        kind_changed_at=chunk.kind_changed_at,
     )
 
 
@@ -132,4 +135,5 @@ def response_of_beams(beams: Sequence[CompletionOutput], perf_metrics: PerfMetri
         ],
         tensors=[beam.whole_tensors() for beam in beams],
         request_perf_metrics=perf_metrics,
+        kind_changed_at=next((beam.kind_changed_at for beam in beams if beam.kind_changed_at is not None), None),
     )

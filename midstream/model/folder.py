@@ -26,7 +26,7 @@ from midstream.errors import ConfigError
 from midstream.model.families import SERVED_FAMILIES
 from midstream.model.hub import download, is_hub_name, repository_of
 from midstream.model.json_file import read_json
-from midstream.model.tokenizer_file import special_tokens
+from midstream.model.tokenizer_file import special_tokens, tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from protos import loads_pb2
@@ -94,6 +94,8 @@ class ModelFolder:
         special_tokens: Texts of special tokens by their names in transformers, such as `bos_token`; None for those that
             the tokenizer's files declare not to exist.
         fingerprint: sha256 over config.json and the contents of the weight files (samples of large ones), hexadecimal.
+        tokenizer_fingerprint: sha256 over the tokenizer, its special tokens and the end ids, hexadecimal: services with
+            the same value give the same text for the same tokens.
         sampling_defaults: Recommended sampling parameters, under their names in generation_config.json.
     """
 
@@ -115,11 +117,22 @@ class ModelFolder:
     sampling_defaults: dict[str, float] = field(default_factory=dict)
     tool_template: str | None = None
     special_tokens: Mapping[str, str | None] = field(default_factory=dict)
+    tokenizer_fingerprint: str = ""
 
     @property
     def templates(self) -> str:
         """Sources of all templates, which are searched for formats and variables."""
         return (self.chat_template or "") + (self.tool_template or "")
+
+    @property
+    def template_fingerprint(self) -> str:
+        """sha256 over the chat templates, hexadecimal; only routers render them."""
+        return hashlib.sha256(repr((self.chat_template, self.tool_template)).encode()).hexdigest()
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the fingerprint covers only samples of a weight file."""
+        return any(file.stat().st_size > _MAX_DIGESTED_BYTES for file in self.weight_files)
 
     @property
     def num_labels(self) -> int | None:
@@ -154,6 +167,7 @@ class ModelFolder:
             features=sorted(features),
             hidden_size=self.hidden_size,
             num_layers=self.num_layers,
+            tokenizer_fingerprint=self.tokenizer_fingerprint,
         )
 
 
@@ -299,6 +313,7 @@ def _open_folder(path: Path) -> ModelFolder:
         tool_template=templates.get("tool_use"),
         special_tokens=special,
         fingerprint=str(manifest["fingerprint"]),
+        tokenizer_fingerprint=tokenizer_fingerprint(path, end_ids),
         weights_format="gguf" if weight_files[0].suffix == ".gguf" else "safetensors",
         weight_files=weight_files,
         sampling_defaults=_sampling_defaults(generation),

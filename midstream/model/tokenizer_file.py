@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,18 @@ def read_tokenizer(file: Path) -> str:
 def special_tokens(folder: Path) -> dict[str, str | None]:
     """Return the special tokens that the tokenizer's files name; None for those that they declare not to exist."""
     return {name: _content(value) for name, value in _named_tokens(folder, _config(folder)).items()}
+
+
+def tokenizer_fingerprint(folder: Path, end_ids: Iterable[int]) -> str:
+    """Return a sha256, in hexadecimal, over everything that decides the tokens of a text and the text of tokens: the
+    tokenizer, the tokens that the other files add, and the ids that end an output.
+    """
+    config = _config(folder)
+    names = ("added_tokens_decoder", *_MORE_SPECIAL)
+    added = [_named_tokens(folder, config), {name: config.get(name) for name in names}, list(end_ids)]
+    digest = hashlib.sha256(json.dumps(added, sort_keys=True).encode())
+    digest.update(hashlib.sha256((folder / "tokenizer.json").read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _config(folder: Path) -> _Json:

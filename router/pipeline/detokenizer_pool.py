@@ -1,14 +1,18 @@
 """The detokenizers that this router uses, with one stream to each.
 
-Each request is attached to the one with the fewest streams. When a detokenizer dies, its ClientStreams fail with
-UNAVAILABLE, and the tasks that read them attach them to another detokenizer at the offsets reached.
+Each request is attached to the one with the fewest streams, among those with the router's own tokenizer. While services
+are upgraded, a request that another router accepted may have begun with another tokenizer: then the scheduler refuses
+these detokenizers, and the request is attached to one with a tokenizer that was not refused.
+
+When a detokenizer dies, its ClientStreams fail with UNAVAILABLE, and the tasks that read them attach them to another
+detokenizer at the offsets reached.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 
 import grpc.aio
 
@@ -32,6 +36,7 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
     """The stream to one detokenizer; requests can be attached while it is open.
 
     Attributes:
+        tokenizer_fingerprint: Identifies its tokenizer; None until the first batch has arrived.
         refuses_until: Loop time until which this detokenizer is used only as a last resort.
     """
 
@@ -41,6 +46,7 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
         super().__init__("detokenizer", target, settings, server_name, _SILENCE_S)
         self.streams: dict[int, ClientStream] = {}
         self.refuses_until = 0.0
+        self.tokenizer_fingerprint: str | None = None
         self._on_live = on_live
         self._numbers = itertools.count(1)
 
@@ -70,10 +76,15 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
         stub: detokenizer_pb2_grpc.DetokenizerAsyncStub = detokenizer_pb2_grpc.DetokenizerStub(channel)  # type: ignore[assignment]
         return stub.OpenStream(OpenFramesRequest(), timeout=_CONNECT_TIMEOUT_S)
 
-    def _greet(self) -> None:
-        self._on_live.set()
+    @property
+    def is_live(self) -> bool:
+        """Whether requests can be attached."""
+        return self.is_open and self.tokenizer_fingerprint is not None
 
     def _take(self, batch: pb.StreamBatch) -> None:
+        if self.tokenizer_fingerprint is None:
+            self.tokenizer_fingerprint = batch.tokenizer_fingerprint
+            self._on_live.set()
         streams = self.streams
         for item in batch.chunks:
             stream = streams.get(item.stream)
@@ -87,12 +98,15 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
             else:
                 del streams[item.stream]
                 error = from_proto(item.error)
-                if isinstance(error, UnavailableError):
+                if error.field == "tokenizer_fingerprint":
+                    stream.foreign_tokenizers.add(self.tokenizer_fingerprint)
+                elif isinstance(error, UnavailableError):
                     # The detokenizer is draining or has lost its scheduler: prefer others for a while.
                     self.refuses_until = asyncio.get_running_loop().time() + _REFUSAL_S
                 stream.fail(error)
 
     def _lose(self) -> None:
+        self.tokenizer_fingerprint = None
         lost, self.streams = self.streams, {}
         for stream in lost.values():
             stream.fail(UnavailableError(f"the detokenizer at {self.target} was lost"))
@@ -115,7 +129,8 @@ class Attachment:
 class DetokenizerPool:
     """All discovered detokenizers."""
 
-    def __init__(self, targets: str, settings: LinkSettings) -> None:
+    def __init__(self, targets: str, settings: LinkSettings, tokenizer_fingerprint: str = "") -> None:
+        self._tokenizer_fingerprint = tokenizer_fingerprint
         self.links: dict[str, DetokenizerLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running = asyncio.TaskGroup()
@@ -126,7 +141,21 @@ class DetokenizerPool:
 
     @property
     def num_live(self) -> int:
-        return sum(link.is_open for link in self.links.values())
+        """Number of detokenizers for requests of this router."""
+        return len(self._live_links(frozenset()))
+
+    def _live_links(self, foreign: Collection[str]) -> list[DetokenizerLink]:
+        """Return the live links with this router's tokenizer, or with any that is not in `foreign` if this router's is.
+
+        If none is left, a request that began with another tokenizer waits for a detokenizer with that one.
+        """
+        own = self._tokenizer_fingerprint
+        return [
+            link
+            for link in self.links.values()
+            if link.is_live
+            and (link.tokenizer_fingerprint not in foreign if own in foreign else link.tokenizer_fingerprint == own)
+        ]
 
     async def run(self) -> None:
         """Keep the links connected until cancelled."""
@@ -152,7 +181,7 @@ class DetokenizerPool:
 
     def attach_now(self, stream: ClientStream, *, avoid: DetokenizerLink | None = None) -> Attachment | None:
         """Do what `attach` does, but return None if no detokenizer is live."""
-        live = [link for link in self.links.values() if link.is_open]
+        live = self._live_links(stream.foreign_tokenizers)
         if not live:
             return None
         link = live[0]

@@ -186,7 +186,8 @@ class Generation:
             async with asyncio.timeout_at(self._runner.give_up_at(self._deadline)):
                 self._attachment = await pool.attach(self.stream, avoid=link)
         except TimeoutError:
-            raise self._failure(UnavailableError("no detokenizer is reachable")) from None
+            has_other = " with the tokenizer of this request" if self.stream.foreign_tokenizers else ""
+            raise self._failure(UnavailableError(f"no detokenizer{has_other} is reachable")) from None
 
     def _failure(self, error: MidstreamError) -> MidstreamError:
         """Return the error that ends the stream, which could not continue because of `error`."""
@@ -421,6 +422,7 @@ class Runner:
         if not self._config.share_prefix_cache:
             request.cache_salt = current_caller.get().salt(request.cache_salt)
         request.model = self.model.name
+        request.tokenizer_fingerprint = self.model.tokenizer_fingerprint
         fill_sampling(request.sampling, self._sampling_defaults)
         if not request.sampling.HasField("seed"):
             # The seed is derived from the id, so that any router gives the same request the same contents.

@@ -23,11 +23,13 @@ class ClientStream:
         is_final: Whether the final chunk has arrived (it may still be pending).
         overflowed: Whether the stream was ended because the client reads too slowly.
         scheduler: Address of the scheduler that has the request; empty if unknown.
+        foreign_tokenizers: Tokenizers that are known not to be the request's.
     """
 
     __slots__ = (
         "_begun", "_ends", "_error", "_from_token", "_max_pending_bytes", "_num_bytes", "_offsets", "_on_overflow",
-        "_pending", "_tensors", "_waiter", "_waker", "is_final", "overflowed", "request_id", "scheduler",
+        "_pending", "_tensors", "_waiter", "_waker", "foreign_tokenizers", "is_final", "overflowed", "request_id",
+        "scheduler",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +49,7 @@ class ClientStream:
         self.is_final = False
         self.overflowed = False
         self.scheduler = ""
+        self.foreign_tokenizers: set[str] = set()
         self._from_token = from_token
         self._max_pending_bytes = max_pending_bytes
         self._on_overflow = on_overflow

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from midstream.kind_names import kind_name
 from protos import status_pb2
 
 PartStatus = status_pb2.PartStatus
@@ -116,13 +117,28 @@ def cell_parts(cell: status_pb2.CellStatus) -> Iterator[PartStatus]:
     elif not cell.groups:
         scheduler.state, scheduler.detail = PartStatus.DEGRADED, "has no worker"
     yield scheduler
+    kinds = {kind_name(group.kind) for group in cell.groups}
     for group in cell.groups:
-        yield _worker_part(group)
+        part = _worker_part(group)
+        if len(kinds) > 1:
+            part.detail += f", kind {kind_name(group.kind)}"
+        yield part
+    tokenizers = {item.tokenizer_fingerprint for item in cell.detokenizers}
+    tokenizers |= {router.tokenizer_fingerprint for router in cell.routers}
     for item in cell.detokenizers:
-        detail = _count(item.num_attached, "stream")
+        detail = _count(item.num_attached, "stream") + _identity("tokenizer", item.tokenizer_fingerprint, tokenizers)
         yield PartStatus(kind="detokenizer", name=item.detokenizer_id, state=PartStatus.SERVING, detail=detail)
+    templates = {router.template_fingerprint for router in cell.routers}
     for router in cell.routers:
-        yield router_part(router)
+        part = router_part(router)
+        part.detail += _identity("tokenizer", router.tokenizer_fingerprint, tokenizers)
+        part.detail += _identity("chat template", router.template_fingerprint, templates)
+        yield part
+
+
+def _identity(noun: str, fingerprint: str, all_of_them: set[str]) -> str:
+    """Return which tokenizer or template a part has, if parts of the cell differ in it."""
+    return f", {noun} {fingerprint[:8]}" if len(all_of_them) > 1 else ""
 
 
 def _part(key: tuple[str, str], state: PartStatus.State.ValueType, detail: str) -> PartStatus:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scheduler.core.kind import LostKind
+
 PROTOCOL_VERSION = 1
 
 
@@ -14,6 +16,7 @@ class CoreConfig:
     Attributes:
         scheduler_epoch: Epoch of this incarnation; greater than any before.
         model_fingerprint: Workers must have the same fingerprint; empty means any.
+        lost_kind: What happens to a request after `no_worker_timeout_ns` without a group of its kind; a LostKind.
         max_context_chunk: Maximum context tokens of one request in one step; 0 means max_num_tokens.
         max_attention_window: Maximum tokens that any layer attends to; 0 means the model's own window. Workers must
             have the same setting, because their results depend on it.
@@ -43,6 +46,7 @@ class CoreConfig:
     orphan_grace_ns: int = 30_000_000_000
     finished_ttl_ns: int = 60_000_000_000
     no_worker_timeout_ns: int = 30_000_000_000
+    lost_kind: str = LostKind.MOVE
     max_num_finished: int = 8192
     max_finished_tokens: int = 16_777_216
     max_worker_deaths: int = 2

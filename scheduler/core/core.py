@@ -38,6 +38,7 @@ from scheduler.core.events import (
     StopWordFound,
     Submitted,
     Turn,
+    WeightsHashed,
     WorkerBeat,
     WorkerFailed,
     WorkerLeft,
@@ -45,6 +46,7 @@ from scheduler.core.events import (
     WorkerRegistered,
 )
 from scheduler.core.handover import Handovers
+from scheduler.core.kind_waits import KindWaits
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.membership import Membership
 from scheduler.core.placement import Placement
@@ -63,6 +65,7 @@ class SchedulerCore:
         queue: Requests waiting for a group.
         lifecycle: All requests by id.
         membership: The worker groups.
+        kind_waits: Requests that wait for a group of their kind.
         totals: Totals since the start.
     """
 
@@ -78,7 +81,8 @@ class SchedulerCore:
         self._results = Results(
             shared, self.lifecycle, lambda group, request, delay_ns: self._pause(group, [request], delay_ns)
         )
-        self._placement = Placement(shared, scheduler, self.membership, self.lifecycle)
+        self.kind_waits = KindWaits(shared, self.membership, self.lifecycle)
+        self._placement = Placement(shared, scheduler, self.membership, self.lifecycle, self.kind_waits)
         self._handovers = Handovers(shared, self.membership, self._placement)
         self._handlers: dict[type[Any], Callable[[Any], object]] = {
             Submitted: self._submit,
@@ -88,6 +92,7 @@ class SchedulerCore:
             Detached: self.lifecycle.detach,
             StopWordFound: self.lifecycle.stop_word,
             WorkerRegistered: self.membership.register,
+            WeightsHashed: self.membership.prove_weights,
             WorkerBeat: self.membership.beat,
             WorkerLeft: self.membership.leave,
             WorkerLost: self.membership.lose,

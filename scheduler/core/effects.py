@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from scheduler.core.failure import Failure
+from scheduler.core.kind import Kind
 from scheduler.core.prefix_cache import KvChange
 from scheduler.core.request import Request, Sequence
 from scheduler.core.stats import IterationStats
@@ -49,6 +50,21 @@ class BeamsAdvanced:
     num_steps: int
     num_outputs: int
     num_reported: int
+
+
+@dataclass(frozen=True, slots=True)
+class KindSet:
+    """The kind of the groups that compute a request from now on, to be committed.
+
+    Attributes:
+        changed_at: As in Request.kind_changed_at.
+        has_changed: Whether it replaces another kind.
+    """
+
+    request: Request
+    kind: Kind
+    changed_at: tuple[int, ...] = ()
+    has_changed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +209,7 @@ Effect = (
     | Refused
     | Emitted
     | BeamsAdvanced
+    | KindSet
     | SequenceEnded
     | RequestEnded
     | RequestForgotten

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from scheduler.core.beams import BeamStep
 from scheduler.core.failure import Failure
+from scheduler.core.kind import Kind
 from scheduler.core.request import ExtraOutput, Finish, SequenceEnd
 from scheduler.core.request_spec import RequestSpec
 
@@ -31,6 +32,8 @@ class Recovered:
         extras: Extra outputs from workers, by sequence; empty if there are none.
         finish: Set if the request has ended.
         beam_steps: Steps of its beam search.
+        kind: Kind of the groups that computed its output; None if it has not started.
+        kind_changed_at: As in Request.
     """
 
     time_ns: int
@@ -40,6 +43,8 @@ class Recovered:
     extras: tuple[tuple[ExtraOutput, ...], ...] = ()
     finish: Finish | None = None
     beam_steps: tuple[BeamStep, ...] = ()
+    kind: Kind | None = None
+    kind_changed_at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +101,14 @@ class WorkerRegistered:
         role: A Role; empty means both.
         kv_source: Where other groups can fetch blocks of its pool; empty if they cannot.
         num_micro_batches: Number of steps, without sequences in common, that the group computes at the same time.
-        block_kind: Only groups of equal kinds fetch each other's blocks; empty if unknown.
+        block_kind: Groups fetch blocks only from groups with the same value.
     """
 
     time_ns: int
     connection: bytes
     group_id: str
     incarnation: int
-    model_fingerprint: str
+    kind: Kind
     tokens_per_block: int
     num_blocks: int
     vocab_size: int
@@ -138,6 +143,22 @@ class WorkerRegistered:
         if 0 in self.attention_windows or widest >= self.max_sequence_length:
             return 0
         return widest
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsHashed:
+    """A group has hashed its weights completely since it registered.
+
+    Attributes:
+        weights_root: As in Kind.
+        block_kind: As in WorkerRegistered.
+    """
+
+    time_ns: int
+    connection: bytes
+    epoch: int
+    weights_root: str
+    block_kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +265,7 @@ Event = (
     | Detached
     | StopWordFound
     | WorkerRegistered
+    | WeightsHashed
     | WorkerBeat
     | WorkerLeft
     | WorkerLost

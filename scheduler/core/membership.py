@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from scheduler.core.config import PROTOCOL_VERSION
-from scheduler.core.effects import EpochEnded, GroupJoined, GroupRefused, KvChanged
+from scheduler.core.effects import EpochEnded, GroupJoined, GroupRefused, KindSet, KvChanged
 from scheduler.core.events import (
     BlocksFetched,
     StepDone,
+    WeightsHashed,
     WorkerBeat,
     WorkerFailed,
     WorkerLeft,
@@ -17,9 +20,10 @@ from scheduler.core.events import (
     WorkerRegistered,
 )
 from scheduler.core.failure import INTERNAL, UNAVAILABLE, Failure
+from scheduler.core.kind import Kind
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.prefix_cache import CacheCleared, KvChange
-from scheduler.core.request import FinishReason, Request
+from scheduler.core.request import FinishReason, Request, RequestState
 from scheduler.core.role import Role
 from scheduler.core.shared import Shared
 from scheduler.core.standing import Standings
@@ -41,6 +45,8 @@ class Membership:
 
     Attributes:
         groups: Worker groups by epoch.
+        on_change: Called when a request might find a group that it did not find before.
+        on_loss: Called with the kind of a group whose epoch has ended.
     """
 
     def __init__(self, shared: Shared, lifecycle: Lifecycle) -> None:
@@ -54,6 +60,8 @@ class Membership:
         self._stored: dict[str, set[int]] = {}  # hashes of the blocks in the tiers, by name of their store
         self._standings = Standings()
         self._no_worker_since_ns = 0
+        self.on_change: Callable[[], None] = lambda: None
+        self.on_loss: Callable[[Kind], None] = lambda _: None
 
     def register(self, event: WorkerRegistered) -> None:
         """Register a group under a new epoch, which replaces an older epoch of the same group, or reject it."""
@@ -81,7 +89,8 @@ class Membership:
         self._timers.at(self._clock.now_ns + self._config.worker_timeout_ns, partial(self._check_alive, epoch))
         group.standing.last_seen_ns = self._clock.now_ns
         if group.is_held_off:
-            self._timers.turn_at(group.standing.held_until_ns)
+            self._timers.at(group.standing.held_until_ns, lambda _: self.on_change())
+        self.on_change()
 
     def _note_stored(self, event: WorkerRegistered) -> set[int]:
         """Record the blocks in a worker's tiers; return all blocks known to be there."""
@@ -94,11 +103,11 @@ class Membership:
         return stored
 
     def _problem(self, event: WorkerRegistered) -> tuple[str, str] | None:
-        config = self._config
+        config, fingerprint = self._config, event.kind.model_fingerprint
         wanted: tuple[tuple[str, object, object], ...] = (
             ("protocol_version", event.protocol_version, PROTOCOL_VERSION),
             ("vocab_size", event.vocab_size, config.vocab_size),
-            ("model_fingerprint", event.model_fingerprint, config.model_fingerprint or event.model_fingerprint),
+            ("model_fingerprint", fingerprint, config.model_fingerprint or fingerprint),
             ("max_attention_window", event.max_attention_window, config.max_attention_window),
             ("sink_token_length", event.sink_token_length, config.sink_token_length),
         )
@@ -121,6 +130,34 @@ class Membership:
         if not event.group_id:
             return "group_id", "group_id must not be empty"
         return _problem_of_kept(event)
+
+    def prove_weights(self, event: WeightsHashed) -> None:
+        """Record the complete identity of a group's weights, also for the requests that ran on the group before."""
+        group = self.group_of(event)
+        if group is None or (event.weights_root, event.block_kind) == (group.kind.weights_root, group.block_kind):
+            return
+        kind = replace(group.kind, weights_root=event.weights_root)
+        group.note_weights(kind, event.block_kind)
+        for request in self._lifecycle.requests.values():
+            if request.state is RequestState.FINISHED:
+                continue
+            num_before = request.counters.num_kind_changes
+            if request.prove_weights(kind, group.registration.incarnation, is_here=request.group is group):
+                self.note_kind(request, has_changed=request.counters.num_kind_changes > num_before)
+        self.on_change()
+
+    def note_kind(self, request: Request, *, has_changed: bool) -> None:
+        """Commit the kind of the groups that compute a request."""
+        if has_changed:
+            self._totals.num_kind_changes += 1
+        self._effects.append(KindSet(request, request.known_kind, request.kind_changed_at, has_changed))
+
+    def suits(self, request: Request, group: WorkerGroup) -> bool:
+        """Return whether the group computes the same tokens as the groups on which the request ran, or may compute
+        others.
+        """
+        kind = request.kind
+        return kind is None or kind is group.kind or not request.is_bound or kind.agrees_with(group.kind)
 
     def beat(self, event: WorkerBeat) -> None:
         """Process a heartbeat."""
@@ -164,7 +201,7 @@ class Membership:
             if request is not None and event.group_id in request.died_on:
                 request.died_on.remove(event.group_id)
 
-    def group_of(self, event: StepDone | WorkerBeat | BlocksFetched) -> WorkerGroup | None:
+    def group_of(self, event: StepDone | WorkerBeat | WeightsHashed | BlocksFetched) -> WorkerGroup | None:
         """Return the group that sent a message; if the message is stale, count it, notify the sender and return None.
 
         An epoch is bound to the connection that it was assigned to: no worker can send messages for another one, and a
@@ -214,6 +251,7 @@ class Membership:
             culprit: A request to end instead of queueing it again.
         """
         del self.groups[group.epoch]
+        self.on_loss(group.kind)
         if tell:
             self._effects.append(EpochEnded(group.connection, group.epoch, reason))
         for request in list(group.active):
@@ -249,6 +287,11 @@ class Membership:
         """Return whether any group is not held off."""
         return any(not group.is_held_off for group in self.groups.values())
 
+    @property
+    def has_several_kinds(self) -> bool:
+        """Whether groups of different kinds are registered."""
+        return len(self.groups) > 1 and len({group.kind for group in self.groups.values()}) > 1
+
     def should_avoid(self, request: Request, group: WorkerGroup) -> bool:
         """Return whether this group died while running the request and another group could try it, which shows whether
         the request or the group is at fault.
@@ -257,7 +300,10 @@ class Membership:
 
     def _has_other(self, request: Request) -> bool:
         return any(
-            group.group_id not in request.died_on and not group.is_held_off and group.is_large_enough(request)
+            group.group_id not in request.died_on
+            and not group.is_held_off
+            and group.is_large_enough(request)
+            and self.suits(request, group)
             for group in self.groups.values()
         )
 

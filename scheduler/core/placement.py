@@ -5,10 +5,11 @@ A prefix counts as cached if it is in the group's pool or can be fetched from it
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from scheduler.core.admission import too_large
 from scheduler.core.capacity_scheduler import has_room_for
+from scheduler.core.kind_waits import KindWaits
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.membership import Membership
 from scheduler.core.request import FinishReason, Request
@@ -27,9 +28,15 @@ class Placement:
     """Starts queued requests as the capacity policy allows."""
 
     def __init__(
-        self, shared: Shared, scheduler: RequestScheduler, membership: Membership, lifecycle: Lifecycle
+        self,
+        shared: Shared,
+        scheduler: RequestScheduler,
+        membership: Membership,
+        lifecycle: Lifecycle,
+        kind_waits: KindWaits,
     ) -> None:
         self._scheduler, self._membership, self._lifecycle = scheduler, membership, lifecycle
+        self._kind_waits = kind_waits
         self._queue, self._clock = shared.queue, shared.clock
 
     def start_queued(self) -> None:
@@ -62,7 +69,7 @@ class Placement:
         queue.
         """
         for group in self._membership.groups.values():
-            chosen = self._scheduler.select(self._queue.ordered, group)
+            chosen = self._scheduler.select(self._suiting(group), group)
             if chosen is None:
                 return False
             for request in chosen:
@@ -71,6 +78,13 @@ class Placement:
         for request in list(self._queue):
             self.refuse_impossible(request)
         return True
+
+    def _suiting(self, group: WorkerGroup) -> Sequence[Request]:
+        """Return the waiting requests that the group's kind suits, most urgent first."""
+        waiting = self._queue.ordered
+        if not self._membership.has_several_kinds:
+            return waiting
+        return [request for request in waiting if self._membership.suits(request, group)]
 
     def _try_start(self, request: Request) -> bool:
         """Start at least a part of a request, or end it if no group could run it; return False if the request has to
@@ -85,6 +99,11 @@ class Placement:
     def _start(self, request: Request, group: WorkerGroup, num_sequences: int) -> None:
         is_first = request.group is None
         self._queue.take(request, num_sequences)
+        if is_first:
+            num_before = request.counters.num_kind_changes
+            if request.start_on_kind(group.kind, group.registration.incarnation):
+                has_changed = request.counters.num_kind_changes > num_before
+                self._membership.note_kind(request, has_changed=has_changed)
         group.start(request, num_sequences)
         if is_first and request.times.first_scheduled_ns == 0:
             self._lifecycle.last_queue_time_ns = self._clock.now_ns - request.times.queued_ns
@@ -181,6 +200,7 @@ class Placement:
             and not standing.is_on_trial
             and not self._membership.should_avoid(request, group)
             and not self._membership.is_suspect(request)
+            and self._membership.suits(request, group)
             and group.is_large_enough(request)
         )
 
@@ -201,7 +221,7 @@ class Placement:
         standing, membership = group.standing, self._membership
         if group.is_held_off or (standing.is_on_trial and group.active):
             return False
-        if membership.should_avoid(request, group):
+        if not membership.suits(request, group) or membership.should_avoid(request, group):
             return False
         if not membership.is_suspect(request):
             return True
@@ -211,12 +231,14 @@ class Placement:
         return not standing.num_deaths or all(membership.is_suspect(other) for other in self._queue)
 
     def refuse_impossible(self, request: Request) -> bool:
-        """End the request if no group could run it even when empty; return whether it was ended."""
+        """End the request if no group could run it even when empty, or set it aside if only groups of other kinds
+        could; return whether it was ended or set aside.
+        """
         groups = self._membership.groups.values()
         if not groups:
             return False
         if any(group.is_large_enough(request) for group in groups):
-            return False
+            return self._kind_waits.set_aside(request)
         failure = too_large(request, list(groups))
         self._lifecycle.end(request, FinishReason.ERROR, failure)
         return True

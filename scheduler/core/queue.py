@@ -230,11 +230,15 @@ class RequestQueue:
         """Allow held requests to start if their time has come."""
         due = [request for request, until_ns in self._held.items() if until_ns <= now_ns]
         for request in sorted(due, key=lambda request: request.ordinal, reverse=True):  # the oldest becomes the first
-            del self._held[request]
-            if _has_output(request):
-                self._return(request)
-            else:
-                self._fair_queue(request.spec.priority).push(request, is_first=True)
+            self.release(request)
+
+    def release(self, request: Request) -> None:
+        """Allow a held request to start."""
+        del self._held[request]
+        if _has_output(request):
+            self._return(request)
+        else:
+            self._fair_queue(request.spec.priority).push(request, is_first=True)
 
     def remove(self, request: Request) -> None:
         """Remove a request from any position."""

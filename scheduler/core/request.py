@@ -16,6 +16,7 @@ from typing import Protocol
 
 from scheduler.core.beams import BeamSearch, BeamStep, Candidate
 from scheduler.core.failure import Failure
+from scheduler.core.kind import Kind
 from scheduler.core.request_spec import RequestSpec
 
 # `first_ordinal` of a sequence whose results are ignored: it is not on a worker, or has ended.
@@ -310,6 +311,7 @@ class Counters:
     num_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_kind_changes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,6 +485,11 @@ class Request:
         last_ordinal: The last step whose result was counted in num_steps.
         failure: Set when it ended in error.
         beams: Its beam search, if any.
+        kind: Kind of the groups that compute its tokens; None before its first start.
+        kind_changed_at: For each sequence, the number of its tokens when the kind first changed; empty if it has not.
+        is_repeated: Whether tokens that were shown are computed again, because the journal has no output.
+        may_change_kind: Whether it may start on a group of another kind.
+        unproven_on: Incarnations of the groups on which it ran before they had hashed their weights.
     """
 
     spec: RequestSpec
@@ -506,6 +513,11 @@ class Request:
     waiting_since_ns: int = 0
     failure: Failure | None = None
     beams: BeamLanes | None = None
+    kind: Kind | None = None
+    kind_changed_at: tuple[int, ...] = ()
+    is_repeated: bool = False
+    may_change_kind: bool = False
+    unproven_on: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sequences = [Sequence(self, index) for index in range(self.spec.num_sequences)]
@@ -583,6 +595,66 @@ class Request:
     def fail(self, failure: Failure | None) -> None:
         """Set the failure with which the request ends; None means no failure."""
         self.failure = failure
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether tokens of its kind may have been shown, so that another kind must not continue silently."""
+        if self.kind is None or self.may_change_kind:
+            return False
+        has_output = any(sequence.output for sequence in self.sequences)
+        return has_output or self.is_repeated or (self.beams is not None and bool(self.beams.search.steps))
+
+    @property
+    def known_kind(self) -> Kind:
+        """The kind. Precondition: the request has started."""
+        assert self.kind is not None
+        return self.kind
+
+    def allow_change_of_kind(self) -> None:
+        """Allow the request to start on a group of any kind."""
+        self.may_change_kind = True
+
+    def start_on_kind(self, kind: Kind, incarnation: int) -> bool:
+        """Record the kind of the group on which the request starts; return whether the record of it has changed."""
+        if not kind.weights_root:
+            self.unproven_on.append(incarnation)
+        before, was_free = (self.kind, self.kind_changed_at), self.may_change_kind
+        self.may_change_kind = False
+        if self.kind is None or not self.is_bound:
+            self.kind = kind
+        elif not self.kind.agrees_with(kind):
+            assert was_free
+            self._change_kind(kind, tuple(len(sequence.output) for sequence in self.sequences))
+        elif kind.weights_root:
+            self.kind = kind
+        return before != (self.kind, self.kind_changed_at)
+
+    def prove_weights(self, kind: Kind, incarnation: int, *, is_here: bool) -> bool:
+        """Record the complete identity of the weights of a group on which the request ran; return whether the record
+        of its kind has changed.
+
+        Args:
+            is_here: Whether the request still runs on the group.
+        """
+        if incarnation not in self.unproven_on:
+            return False
+        self.unproven_on = [other for other in self.unproven_on if other != incarnation]
+        before = self.kind, self.kind_changed_at
+        if self.kind is None or self.kind.agrees_with(kind):
+            self.kind = kind
+        elif self.is_bound:
+            self._change_kind(kind if is_here else self.kind, (0,) * len(self.sequences))
+        return before != (self.kind, self.kind_changed_at)
+
+    def _change_kind(self, kind: Kind, offsets: tuple[int, ...]) -> None:
+        self.kind = kind
+        self.kind_changed_at = tuple(map(min, self.kind_changed_at or offsets, offsets))
+        self.counters.num_kind_changes += 1
+
+    def restore_kind(self, kind: Kind | None, changed_at: tuple[int, ...]) -> None:
+        """Set the kind under an earlier scheduler."""
+        self.kind, self.kind_changed_at = kind, changed_at
+        self.is_repeated = kind is not None and self.spec.tensor_bytes > 0
 
     def attach(self) -> None:
         """Count a reader of the request's feed."""

@@ -44,6 +44,7 @@ class RequestSpec:
         digest: Hash of the contents, which distinguishes a repeated Submit from another request with the same id.
         keep_ns: How long it is kept after its end, beyond the usual time; used by the edge only.
         wants_log_probs: Whether log probabilities of output tokens are returned; used by the edge only.
+        tokenizer_fingerprint: Identifies the tokenizer of its prompt; used by the edge only.
         payload: The normalized GenerateRequest, serialized; opaque to the core.
     """
 
@@ -78,6 +79,7 @@ class RequestSpec:
     digest: bytes = b""
     keep_ns: int = 0
     wants_log_probs: bool = False
+    tokenizer_fingerprint: str = ""
     payload: bytes = b""
 
     @property

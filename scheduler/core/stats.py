@@ -33,6 +33,7 @@ class Totals:
     num_completed: int = 0
     num_preemptions: int = 0
     num_recoveries: int = 0
+    num_kind_changes: int = 0  # requests that moved to another kind of groups
     num_handovers: int = 0  # requests moved from prefill to decode groups
     num_failed_handovers: int = 0  # handovers whose blocks could not be fetched
     num_worker_deaths: int = 0

@@ -21,6 +21,7 @@ from scheduler.core.config import CoreConfig
 from scheduler.core.events import StepDone, WorkerBeat, WorkerRegistered
 from scheduler.core.fairness import Clients, Holdings, Pace
 from scheduler.core.in_flight import InFlightStep, LastGeneration
+from scheduler.core.kind import Kind
 from scheduler.core.prefix_cache import Hits, PrefixCache, extend_hashes
 from scheduler.core.request import Request, Sequence
 from scheduler.core.request_spec import RequestSpec
@@ -121,6 +122,7 @@ class WorkerGroup:
         generation_version: Changes whenever `generating` does.
         num_waiting: Number of sequences with rows that must wait for each result before they run again.
         adoptions: Blocks that the next steps ask the worker to look up in pools of dead workers, or in its tiers.
+        kind: Its kind, including the identity of its weights. block_kind: The kind of its KV blocks.
         role: Its role.
         stored: Known hashes of the blocks in its tiers; shared with groups that share the tiers.
         fetched: Hashes of the blocks that it has fetched from other groups and not adopted yet.
@@ -141,6 +143,7 @@ class WorkerGroup:
         self.group_id = registration.group_id
         self.connection = registration.connection
         self.registration = registration
+        self.kind, self.block_kind = registration.kind, registration.block_kind
         self.epoch = epoch
         self.config = config
         self.tokens_per_block = registration.tokens_per_block
@@ -190,6 +193,10 @@ class WorkerGroup:
         if self.config.enable_block_reuse and not self.standing.num_faults:
             self.blocks.adopt(kept, now_ns)
         self.prefix_cache.note_dropped(block for block, _ in kept)
+
+    def note_weights(self, kind: Kind, block_kind: str) -> None:
+        """Replace its kind by one that includes the complete identity of its weights."""
+        self.kind, self.block_kind = kind, block_kind
 
     @property
     def is_held_off(self) -> bool:
@@ -291,9 +298,8 @@ class WorkerGroup:
 
     def can_fetch_from(self, source: WorkerGroup) -> bool:
         """Return whether the worker can fetch blocks from the pool of another group."""
-        kinds = {source.registration.block_kind, self.registration.block_kind} - {""}
-        has_equal_blocks = source.tokens_per_block == self.tokens_per_block and len(kinds) <= 1
-        return source.registration.kv_source != "" and has_equal_blocks
+        has_equal_blocks = source.tokens_per_block == self.tokens_per_block and source.block_kind == self.block_kind
+        return source.registration.kv_source != "" and has_equal_blocks and source.kind.agrees_with(self.kind)
 
     @property
     def first_open_step(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from midstream.clock import SteadyClock
 from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
 from protos import scheduler_pb2
-from scheduler.core.effects import Accepted, Emitted, RequestEnded, RequestForgotten, SequenceEnded
+from scheduler.core.effects import Accepted, Emitted, KindSet, RequestEnded, RequestForgotten, SequenceEnded
 from scheduler.core.request import Request
 from scheduler.edge.feed_batch import FeedBatchBuilder
 from scheduler.journal import JournalEntry
@@ -29,10 +29,13 @@ class RequestLog:
     Attributes:
         num_committed: Number of committed output tokens of each sequence.
         is_awaited: Whether its last reader was lost without detaching, and is expected to reconnect.
+        kind_changed_at: As in Request, as far as it is committed.
         num_expected: Number of readers that are expected because the request was submitted again.
     """
 
-    __slots__ = ("has_ended", "is_awaited", "is_over", "num_committed", "num_expected", "readers", "request")
+    __slots__ = (
+        "has_ended", "is_awaited", "is_over", "kind_changed_at", "num_committed", "num_expected", "readers", "request",
+    )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -41,6 +44,7 @@ class RequestLog:
         self.is_over = False
         self.is_awaited = False
         self.num_expected = 0
+        self.kind_changed_at: tuple[int, ...] = ()
         self.readers: dict[Attachment, None] = {}  # in the order of their attachment, so that runs are reproducible
 
 
@@ -53,6 +57,7 @@ class Attachment:
         has_stop_words: Whether the request has stop words; known once it is opened.
         cursors: Number of tokens sent, by sequence.
         num_outputs: Number of extra outputs sent, by sequence.
+        kind_changed_at: The sent change of kind, as in Request.
     """
 
     __slots__ = (
@@ -61,6 +66,7 @@ class Attachment:
         "feed",
         "has_stop_words",
         "is_opened",
+        "kind_changed_at",
         "log",
         "num_outputs",
         "stream",
@@ -75,6 +81,7 @@ class Attachment:
         self.cursors = [0] * len(log.num_committed)
         self.num_outputs = [0] * len(log.num_committed)
         self.ends_sent = [False] * len(log.num_committed)
+        self.kind_changed_at: tuple[int, ...] = ()
 
 
 class FeedHub:
@@ -109,6 +116,7 @@ class FeedHub:
         log.has_ended = [sequence.end is not None for sequence in request.sequences]
         log.is_over = not request.live_sequences
         log.is_awaited = True
+        log.kind_changed_at = request.kind_changed_at
 
     def expect_reader(self, request_id: str) -> None:
         """Record that a client submitted a known request again, and will read it."""
@@ -140,6 +148,8 @@ class FeedHub:
                 self._publish_tokens(entry)
             elif isinstance(entry, Accepted):
                 self.logs[entry.request.request_id] = RequestLog(entry.request)
+            elif isinstance(entry, KindSet):
+                self.logs[entry.request.request_id].kind_changed_at = entry.changed_at
             elif isinstance(entry, SequenceEnded):
                 log = self.logs[entry.sequence.request.request_id]
                 log.has_ended[entry.sequence.index] = True
@@ -182,6 +192,7 @@ class FeedHub:
         detokenizer_id: str,
         wake: Callable[[], None],
         features: frozenset[str] = frozenset(),
+        tokenizer_fingerprint: str = "",
         *,
         flush: Callable[[], None] | None = None,
     ) -> DetokenizerFeed:
@@ -190,9 +201,10 @@ class FeedHub:
         Args:
             wake: Called when there is something new to collect.
             features: Features that the detokenizer supports.
+            tokenizer_fingerprint: Identifies its tokenizer.
             flush: Called instead of `wake` when everything new has been published; collects it immediately.
         """
-        feed = DetokenizerFeed(self, detokenizer_id, wake, features, flush or wake)
+        feed = DetokenizerFeed(self, detokenizer_id, wake, features, flush or wake, tokenizer_fingerprint)
         self.feeds.append(feed)
         return feed
 
@@ -201,6 +213,7 @@ class DetokenizerFeed:
     """One detokenizer's feed.
 
     Attributes:
+        tokenizer_fingerprint: Identifies the detokenizer's tokenizer.
         num_attached_total: Number of requests that were ever attached to it.
         dirty: Readers with new tokens to collect, in order.
         flush: Collects and sends new data, or wakes a task that does.
@@ -213,8 +226,10 @@ class DetokenizerFeed:
         wake: Callable[[], None],
         features: frozenset[str],
         flush: Callable[[], None],
+        tokenizer_fingerprint: str = "",
     ) -> None:
         self.flush = flush
+        self.tokenizer_fingerprint = tokenizer_fingerprint
         self.detokenizer_id = detokenizer_id
         self._features = features
         self.num_attached_total = 0
@@ -251,6 +266,11 @@ class DetokenizerFeed:
         log = self._hub.logs.get(request_id)
         if log is None:
             self.refuse(stream, request_id, NotFoundError(f"no request {request_id[:128]!r} is known here"))
+            return
+        if log.request.spec.tokenizer_fingerprint not in ("", self.tokenizer_fingerprint):
+            # Its text would differ from that of the tokenizer with which the request began.
+            message = f"the detokenizer {self.detokenizer_id!r} has another tokenizer than the request"
+            self.refuse(stream, request_id, UnavailableError(message, field="tokenizer_fingerprint"))
             return
         if not log.request.spec.max_tokens and "prompt_alone" not in self._features:
             # An older detokenizer would drop the outputs of the prompt. The router attaches to another one instead.

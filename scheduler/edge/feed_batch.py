@@ -20,6 +20,7 @@ class Log(Protocol):
     num_committed: list[int]
     has_ended: list[bool]
     is_over: bool
+    kind_changed_at: tuple[int, ...]
 
 
 class Reader(Protocol):
@@ -32,6 +33,7 @@ class Reader(Protocol):
     cursors: list[int]
     num_outputs: list[int]
     ends_sent: list[bool]
+    kind_changed_at: tuple[int, ...]
 
     @property
     def log(self) -> Log:
@@ -72,9 +74,8 @@ class FeedBatchBuilder:
         """Add new data for a reader and advance its cursors; return False if some of it does not fit."""
         log = reader.log
         request, sequences = log.request, log.request.sequences
-        if not reader.is_opened:
-            reader.is_opened = True
-            self._open(reader, request)
+        if not reader.is_opened or log.kind_changed_at is not reader.kind_changed_at:
+            self._begin(reader, request)
         cursors = reader.cursors
         limits = log.num_committed
         if sequences[0].outputs or len(cursors) > 1:
@@ -94,6 +95,15 @@ class FeedBatchBuilder:
         if log.is_over:
             self._add_over(reader, request)
         return True
+
+    def _begin(self, reader: Reader, request: Request) -> None:
+        """Add what precedes tokens: the properties of the request, and the change of its kind."""
+        if not reader.is_opened:
+            reader.is_opened = True
+            self._open(reader, request)
+        if reader.log.kind_changed_at:
+            reader.kind_changed_at = reader.log.kind_changed_at
+            self._batch.kind_changes.add(stream=reader.stream, changed_at=reader.kind_changed_at)
 
     def _open(self, reader: Reader, request: Request) -> None:
         contents = generation_pb2.GenerateRequest.FromString(request.spec.payload)
@@ -204,4 +214,5 @@ def perf_metrics_of(request: Request, clock: SteadyClock) -> generation_pb2.Perf
         num_draft_tokens=request.counters.num_draft_tokens,
         num_accepted_tokens=request.counters.num_accepted_tokens,
         num_steps=num_steps,
+        num_kind_changes=request.counters.num_kind_changes,
     )

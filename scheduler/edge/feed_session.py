@@ -36,8 +36,10 @@ class FeedSession:
             if kind != "hello":
                 raise InvalidArgumentError("the first command of a feed must be hello", field="command")
             hello = command.hello
-            features = frozenset(hello.features)
-            self._feed = self._engine.hub.connect(hello.detokenizer_id, self._wake, features, flush=self._flush)
+            features, tokenizer = frozenset(hello.features), hello.tokenizer_fingerprint
+            self._feed = self._engine.hub.connect(
+                hello.detokenizer_id, self._wake, features, tokenizer, flush=self._flush
+            )
         elif kind == "attach":
             self._attach(command.attach, feed)
         elif kind == "detach":

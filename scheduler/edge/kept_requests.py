@@ -126,6 +126,8 @@ class KeptRequests:
             [list(sequence.outputs) for sequence in request.sequences],
             {sequence.index: sequence.end for sequence in request.sequences if sequence.end is not None},
             request.finish,
+            kind=request.kind,
+            kind_changed_at=request.kind_changed_at,
         )
         return journal_pb2.KeptRequest(
             request=seal(encode_request(request, self._model_fingerprint, clock)),

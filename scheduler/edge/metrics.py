@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -53,10 +54,17 @@ class SchedulerCollector(Collector):
             ("kv_cache_usage_perc", "Fraction of the KV blocks that is held, 0 to 1.", num_held / max(num_blocks, 1)),
             ("num_worker_groups", "Worker groups that are registered.", len(groups)),
             ("num_worker_groups_held_off", "Worker groups that are held off after faults or deaths.", num_held_off),
+            ("num_requests_waiting_for_kind", "Requests whose kind of workers is lost.", core.kind_waits.num_waiting),
             ("num_images_running", "Images that workers are encoding.", self._images.num_running),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value)
         yield cache_config_info(PREFIX, core.config.tokens_per_block, num_blocks)
+        kinds = GaugeMetricFamily(
+            PREFIX + "worker_group_kinds", "Worker groups, by kind.", labels=("kind", "arithmetic")
+        )
+        for kind, count in Counter(group.kind for group in groups).items():
+            kinds.add_metric((kind.name, kind.description), count)
+        yield kinds
         yield lora_requests_info(PREFIX, used_loras(core))
 
     def _counters(self) -> Iterator[Metric]:
@@ -66,6 +74,7 @@ class SchedulerCollector(Collector):
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", totals.prefix_cache_hits),
             ("num_preemptions", "Number of times a request was preempted.", totals.num_preemptions),
             ("num_recoveries", "Number of times a request lost its worker.", totals.num_recoveries),
+            ("num_kind_changes", "Requests moved to another kind of workers.", totals.num_kind_changes),
             ("num_handovers", "Requests moved from prefill to decode groups.", totals.num_handovers),
             (
                 "num_failed_handovers",

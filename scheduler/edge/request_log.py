@@ -1,10 +1,12 @@
-"""Logs each ended request with its id: failures always, others depending on the log level."""
+"""Logs each ended request with its id: failures always, others depending on the log level; and requests that move to
+another kind of workers.
+"""
 
 from __future__ import annotations
 
 import logging
 
-from scheduler.core.effects import Accepted, Effect, RequestEnded
+from scheduler.core.effects import Accepted, Effect, KindSet, RequestEnded
 from scheduler.core.events import Event
 from scheduler.core.request import FinishReason, Request
 
@@ -16,6 +18,9 @@ def log_requests(_: Event, effects: list[Effect]) -> None:
     for effect in effects:
         if isinstance(effect, RequestEnded):
             _log_end(effect.request)
+        elif isinstance(effect, KindSet) and effect.has_changed:
+            extra = {"request_id": effect.request.request_id, "kind": effect.kind.name, "from_token": effect.changed_at}
+            logger.warning("a request continues on another kind of workers: %s", effect.kind.description, extra=extra)
         elif isinstance(effect, Accepted) and not effect.is_attached:
             logger.debug("accepted a request", extra={"request_id": effect.request.request_id})
 
@@ -36,5 +41,6 @@ def _log_end(request: Request) -> None:
             "num_tokens": request.num_output_tokens,
             "num_preemptions": request.counters.num_preemptions,
             "num_recoveries": request.counters.num_recoveries,
+            "num_kind_changes": request.counters.num_kind_changes,
         },
     )

@@ -39,6 +39,7 @@ from scheduler.edge.status import CellStatusReport, detokenizer_infos
 from scheduler.edge.submissions import Submissions
 from scheduler.journal import LoadedAdapter
 from scheduler.journal.documents import Documents
+from scheduler.wire.kinds import kind_to_proto
 from scheduler.wire.requests import ModelLimits, spec_from_proto
 from scheduler.wire.stats import iteration_stats_proto, kv_event_proto, kv_snapshot_proto, request_stats_proto
 
@@ -248,6 +249,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
                     num_active_sequences=group.max_batch_size - group.num_free_rows,
                     num_placed_requests=group.num_placed,
                     num_steps=group.next_step_id - 1,
+                    kind=kind_to_proto(group.kind),
                 )
                 for group in core.groups
             ],

@@ -12,6 +12,7 @@ from scheduler.core.core import SchedulerCore
 from scheduler.core.stats import LATENCY_BUCKETS_S, Histogram, Totals
 from scheduler.core.worker_group import WorkerGroup
 from scheduler.edge.feed import FeedHub
+from scheduler.wire.kinds import kind_to_proto
 
 _ROUTER_TTL_S = 5.0
 _MAX_ROUTERS = 256
@@ -109,6 +110,7 @@ class CellStatusReport:
             last_fault=group.standing.reason,
             role=group.role,
             num_stored_blocks=len(group.stored),
+            kind=kind_to_proto(group.kind),
         )
         if group.in_flight:
             since_ns = max(group.last_progress_ns, group.in_flight[0].planned_ns)
@@ -125,6 +127,7 @@ def detokenizer_infos(hub: FeedHub) -> list[loads_pb2.DetokenizerInfo]:
             detokenizer_id=feed.detokenizer_id,
             num_attached=feed.num_attached,
             num_attached_total=feed.num_attached_total,
+            tokenizer_fingerprint=feed.tokenizer_fingerprint,
         )
         for feed in hub.feeds
     ]

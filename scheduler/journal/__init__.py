@@ -18,6 +18,7 @@ from scheduler.core.effects import (
     BeamsAdvanced,
     Effect,
     Emitted,
+    KindSet,
     RequestEnded,
     RequestForgotten,
     SequenceEnded,
@@ -57,6 +58,7 @@ JournalEntry = (
     Accepted
     | Emitted
     | BeamsAdvanced
+    | KindSet
     | SequenceEnded
     | RequestEnded
     | RequestForgotten
@@ -65,7 +67,7 @@ JournalEntry = (
 )
 
 
-_ENTRIES = frozenset((Accepted, Emitted, BeamsAdvanced, SequenceEnded, RequestEnded, RequestForgotten))
+_ENTRIES = frozenset((Accepted, Emitted, BeamsAdvanced, KindSet, SequenceEnded, RequestEnded, RequestForgotten))
 
 
 class JournalError(ExecutionError):

@@ -15,8 +15,10 @@ from protos import journal_pb2 as pb
 from scheduler.core.beams import BeamStep
 from scheduler.core.events import Recovered
 from scheduler.core.failure import Failure
+from scheduler.core.kind import Kind
 from scheduler.core.request import Counters, ExtraOutput, Finish, FinishReason, Request, RequestTimes, SequenceEnd
 from scheduler.journal.store import StoredJournal, unseal
+from scheduler.wire.kinds import kind_from_proto, kind_to_proto
 from scheduler.wire.requests import ModelLimits, spec_from_proto
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class StoredRequest:
     Attributes:
         is_changed: Whether commits since the last compaction have changed it.
         first_commit: Commits before this one are included in its row.
+        kind: Kind of the groups that computed its output. kind_changed_at: As in Request.
     """
 
     number: int
@@ -43,6 +46,8 @@ class StoredRequest:
     is_changed: bool = False
     beam_steps: list[BeamStep] = field(default_factory=list)
     first_commit: int = 0
+    kind: Kind | None = None
+    kind_changed_at: tuple[int, ...] = ()
 
     def output_record(self, clock: SteadyClock) -> bytes:
         """Return the request's output as one commit record, with its times converted from `clock`."""
@@ -60,6 +65,8 @@ class StoredRequest:
         for index, end in self.ends.items():
             add_end(record, self.number, index, end)
         add_beam_steps(record, self.number, self.beam_steps)
+        if self.kind is not None:
+            add_kind(record, self.number, self.kind, self.kind_changed_at)
         if self.finish is not None:
             add_finish(record, self.number, self.finish, clock)
         return record.SerializeToString()
@@ -74,6 +81,8 @@ class StoredRequest:
             extras=tuple(tuple(items) for items in self.extras),
             finish=self.finish,
             beam_steps=tuple(self.beam_steps),
+            kind=self.kind,
+            kind_changed_at=self.kind_changed_at,
         )
 
 
@@ -114,6 +123,10 @@ def add_end(record: pb.JournalCommit, number: int, index: int, end: SequenceEnd)
         stop_token_id=end.stop_token_id,
         cumulative_log_prob=end.cumulative_log_prob,
     )
+
+
+def add_kind(record: pb.JournalCommit, number: int, kind: Kind, changed_at: tuple[int, ...]) -> None:
+    record.kinds.add(request=number, kind=kind_to_proto(kind, describes=False), changed_at=changed_at)
 
 
 def add_beam_steps(record: pb.JournalCommit, number: int, steps: Iterable[BeamStep]) -> None:
@@ -245,8 +258,17 @@ def _apply(sealed: bytes, requests: dict[int, StoredRequest], clock: SteadyClock
         if step.request in requests:
             requests[step.request].beam_steps.append(read_beam_step(step))
             requests[step.request].is_changed |= marks
+    _apply_kinds(record, requests, marks)
     _apply_ends(record, requests, clock, marks)
     return True
+
+
+def _apply_kinds(record: pb.JournalCommit, requests: dict[int, StoredRequest], marks: bool) -> None:
+    for item in record.kinds:
+        if item.request in requests:
+            found = requests[item.request]
+            found.kind, found.kind_changed_at = kind_from_proto(item.kind), tuple(item.changed_at)
+            found.is_changed |= marks
 
 
 def _apply_ends(record: pb.JournalCommit, requests: dict[int, StoredRequest], clock: SteadyClock, marks: bool) -> None:

@@ -10,12 +10,21 @@ from itertools import takewhile
 from midstream.clock import SteadyClock
 from protos import journal_pb2 as pb
 from scheduler.core.beams import BeamStep
-from scheduler.core.effects import Accepted, BeamsAdvanced, Emitted, RequestEnded, RequestForgotten, SequenceEnded
+from scheduler.core.effects import (
+    Accepted,
+    BeamsAdvanced,
+    Emitted,
+    KindSet,
+    RequestEnded,
+    RequestForgotten,
+    SequenceEnded,
+)
 from scheduler.core.events import Recovered
+from scheduler.core.kind import Kind
 from scheduler.core.request import ExtraOutput, Request, Sequence
 from scheduler.journal import AdapterLoaded, AdapterUnloaded, JournalEntry
 from scheduler.journal.adapters import encode_adapter
-from scheduler.journal.records import StoredRequest, add_beam_steps, add_end, add_finish, encode_request
+from scheduler.journal.records import StoredRequest, add_beam_steps, add_end, add_finish, add_kind, encode_request
 from scheduler.journal.store import Transaction, seal
 
 # The cost of compaction grows with the size of the rows that it writes, so it waits until the commits are larger than
@@ -33,6 +42,7 @@ class Kept:
         num_bytes: Approximate size of its output.
         request_bytes: Approximate size of the accepted request.
         num_beam_steps: Number of steps of its beam search.
+        kind: The stored kind. kind_changed_at: As in Request.
         has_ended: Whether each sequence's end is stored. is_over: Whether the request's end is stored.
     """
 
@@ -44,6 +54,8 @@ class Kept:
     num_bytes: int = 0
     num_beam_steps: int = 0
     request_bytes: int = 0
+    kind: Kind | None = None
+    kind_changed_at: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -123,6 +135,8 @@ class RowWriter:
             self._accept(entry.request, result)
         elif isinstance(entry, BeamsAdvanced):
             self._add_beam_steps(entry, record)
+        elif isinstance(entry, KindSet):
+            self._set_kind(entry, record)
         elif isinstance(entry, SequenceEnded):
             self._end_sequence(entry.sequence, record)
         elif isinstance(entry, RequestEnded):
@@ -201,6 +215,12 @@ class RowWriter:
         else:
             self._changed_bytes += num_bytes
 
+    def _set_kind(self, entry: KindSet, record: pb.JournalCommit) -> None:
+        kept = self._kept[entry.request.request_id]
+        kept.kind, kept.kind_changed_at = entry.kind, entry.changed_at
+        add_kind(record, kept.number, entry.kind, entry.changed_at)
+        self._note_changed(entry.request.request_id, entry.request, kept, 0)
+
     def _end_sequence(self, sequence: Sequence, record: pb.JournalCommit) -> None:
         request = sequence.request
         if request.spec.tensor_bytes:
@@ -278,6 +298,8 @@ def _stored(request: Request, kept: Kept) -> StoredRequest:
         [sequence.output[:length] for sequence, length in zip(request.sequences, lengths, strict=True)],
         [sequence.outputs[:count] for sequence, count in zip(request.sequences, counts, strict=True)],
         {s.index: s.end for s in request.sequences if kept.has_ended[s.index] and s.end is not None},
+        kind=kept.kind,
+        kind_changed_at=kept.kind_changed_at,
     )
     if kept.is_over:
         stored.finish = request.finish
@@ -297,4 +319,6 @@ def kept_of(stored: StoredRequest) -> Kept:
         4 * sum(map(len, stored.outputs)) + sum(len(extra.data) for items in stored.extras for extra in items),
         len(stored.beam_steps),
         len(stored.recovered.spec.payload),
+        stored.kind,
+        stored.kind_changed_at,
     )

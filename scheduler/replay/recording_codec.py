@@ -23,6 +23,7 @@ from scheduler.core.events import (
     StopWordFound,
     Submitted,
     Turn,
+    WeightsHashed,
     WorkerBeat,
     WorkerFailed,
     WorkerLeft,
@@ -31,10 +32,11 @@ from scheduler.core.events import (
 )
 from scheduler.core.request import Finish, FinishReason, RequestTimes, SequenceEnd
 from scheduler.core.request_spec import RequestSpec, RetentionRange
+from scheduler.wire.kinds import kind_from_proto, kind_to_proto
 from scheduler.wire.worker_messages import REGISTRATION_FIELDS, STEP_LISTS, decode_worker_message
 
 _OTHER_SPEC_FIELDS = {"prompt", "stop_token_ids", "retention", "deadline_ns", "decode_duration_ns"}
-_UNRECORDED_SPEC_FIELDS = {"keep_ns", "wants_log_probs", "payload"}
+_UNRECORDED_SPEC_FIELDS = {"keep_ns", "wants_log_probs", "tokenizer_fingerprint", "payload"}
 _SPEC_FIELDS = tuple(
     item.name
     for item in dataclasses.fields(RequestSpec)
@@ -78,7 +80,7 @@ def encode_record(event: Event, outcome: Outcome) -> pb.Record:
     record = pb.Record(time_ns=event.time_ns)
     if isinstance(event, Turn):
         record.turn = True
-    elif isinstance(event, StepDone | WorkerBeat | WorkerRegistered | WorkerLeft | BlocksFetched):
+    elif isinstance(event, StepDone | WeightsHashed | WorkerBeat | WorkerRegistered | WorkerLeft | BlocksFetched):
         record.worker_message.connection = event.connection
         record.worker_message.frame = _encode_worker_event(event)
     elif isinstance(event, WorkerFailed):
@@ -156,6 +158,9 @@ def _encode_recovered(event: Recovered, message: pb.RecordedRecovery) -> None:
         message.beam_steps.add(parents=step.parents, token_ids=step.token_ids, log_probs=step.log_probs)
     if event.finish is not None:
         message.finished_ns = event.finish.times.finished_ns
+    if event.kind is not None:
+        message.kind.CopyFrom(kind_to_proto(event.kind))
+    message.kind_changed_at.extend(event.kind_changed_at)
 
 
 def _decode_recovered(message: pb.RecordedRecovery, time_ns: int) -> Recovered:
@@ -171,6 +176,8 @@ def _decode_recovered(message: pb.RecordedRecovery, time_ns: int) -> Recovered:
         beam_steps=tuple(
             BeamStep(tuple(step.parents), tuple(step.token_ids), tuple(step.log_probs)) for step in message.beam_steps
         ),
+        kind=kind_from_proto(message.kind) if message.HasField("kind") else None,
+        kind_changed_at=tuple(message.kind_changed_at),
     )
 
 
@@ -211,7 +218,9 @@ def _decode_spec(message: pb.RecordedRequest) -> RequestSpec:
     )
 
 
-def _encode_worker_event(event: StepDone | WorkerBeat | WorkerLeft | WorkerRegistered | BlocksFetched) -> bytes:
+def _encode_worker_event(
+    event: StepDone | WeightsHashed | WorkerBeat | WorkerLeft | WorkerRegistered | BlocksFetched,
+) -> bytes:
     message = worker_pb2.WorkerMessage()
     if isinstance(event, StepDone):
         result = message.step_result
@@ -236,9 +245,13 @@ def _encode_worker_event(event: StepDone | WorkerBeat | WorkerLeft | WorkerRegis
         fetched.epoch = event.epoch
         fetched.fetched_hashes.extend(event.fetched_hashes)
         fetched.missing_hashes.extend(event.missing_hashes)
+    elif isinstance(event, WeightsHashed):
+        hashed = message.weights_hashed
+        hashed.epoch, hashed.weights_root, hashed.block_kind = event.epoch, event.weights_root, event.block_kind
     elif isinstance(event, WorkerLeft):
         message.leave.epoch, message.leave.reason = event.epoch, event.reason
     else:
+        message.register.kind.CopyFrom(kind_to_proto(event.kind))
         for name in REGISTRATION_FIELDS:
             value = getattr(event, name)
             if isinstance(value, tuple):

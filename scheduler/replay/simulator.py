@@ -25,6 +25,7 @@ from scheduler.core.config import PROTOCOL_VERSION, CoreConfig
 from scheduler.core.core import SchedulerCore
 from scheduler.core.cost_model import CostModel
 from scheduler.core.events import Event, Submitted, WorkerRegistered
+from scheduler.core.kind import Kind
 from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
 from scheduler.core.request_spec import RequestSpec
 from scheduler.core.role import Role
@@ -86,7 +87,7 @@ class Fleet:
                 connection=name.encode(),
                 group_id=name,
                 incarnation=1,
-                model_fingerprint="",
+                kind=Kind(),
                 tokens_per_block=self.tokens_per_block,
                 num_blocks=self.num_blocks,
                 vocab_size=_VOCAB_SIZE,

@@ -96,6 +96,7 @@ def spec_from_proto(
         digest=_digest(request),
         keep_ns=request.keep_s * _NS_PER_S,
         wants_log_probs=has_output and request.output.HasField("log_probs"),
+        tokenizer_fingerprint=request.tokenizer_fingerprint,
         payload=request.SerializeToString(),
         **retention,
         **adapters,
@@ -182,12 +183,13 @@ def _retention_range(item: pb.KvRetentionConfig.TokenRange) -> RetentionRange:
 
 def _digest(request: pb.GenerateRequest) -> bytes:
     """Return a hash of the request without the fields that differ in a repeated Submit: arrival, remaining time, span,
-    and resolved adapters."""
+    the tokenizer of the router, which the first Submit decides, and resolved adapters."""
     contents = pb.GenerateRequest()
     contents.CopyFrom(request)
     contents.ClearField("arrival_time_unix_ns")
     contents.ClearField("timeout_ms")
     contents.ClearField("trace_parent")
+    contents.ClearField("tokenizer_fingerprint")
     if contents.HasField("lora"):
         contents.lora.ClearField("resolved")
     if contents.HasField("prompt_tuning") and contents.prompt_tuning.HasField("resolved"):

@@ -22,7 +22,6 @@ _MAX_STATUS_CODE = 16
 _MAX_DIMENSIONS = 8
 _REGISTERED_NAMES = (
     "group_id",
-    "model_fingerprint",
     "device",
     "dtype",
     "kv_store",
@@ -31,6 +30,7 @@ _REGISTERED_NAMES = (
     "kv_source",
     "block_kind",
 )
+_KIND_NAMES = ("model_fingerprint", "weights_root", "arithmetic", "description")
 _ITEM_BYTES = {
     generation_pb2.Tensor.DTYPE_FLOAT32: 4,
     generation_pb2.Tensor.DTYPE_FLOAT16: 2,
@@ -66,6 +66,9 @@ def check_worker_message(message: worker_pb2.WorkerMessage) -> None:
         _check_range("memory", (memory.cpu_bytes, memory.gpu_bytes, memory.pinned_bytes), _MAX_BYTES)
     elif kind == "register":
         _check_registration(message.register)
+    elif kind == "weights_hashed":
+        _check_text("weights_root", message.weights_hashed.weights_root, MAX_NAME)
+        _check_text("block_kind", message.weights_hashed.block_kind, MAX_NAME)
     elif kind == "leave":
         _check_text("reason", message.leave.reason, _MAX_TEXT)
     elif kind == "lora_result":
@@ -77,6 +80,8 @@ def check_worker_message(message: worker_pb2.WorkerMessage) -> None:
 def _check_registration(message: worker_pb2.Register) -> None:
     for field in _REGISTERED_NAMES:
         _check_text(field, getattr(message, field), MAX_NAME)
+    for field in _KIND_NAMES:
+        _check_text(f"kind.{field}", getattr(message.kind, field), MAX_NAME)
     if not message.group_id.isprintable():
         raise WrongMessageError("group_id must have only printable characters")
     if len(message.features) > _MAX_FEATURES:

@@ -12,6 +12,7 @@ from scheduler.core.effects import AddedSequence, StepPlan
 from scheduler.core.events import (
     BlocksFetched,
     StepDone,
+    WeightsHashed,
     WorkerBeat,
     WorkerFailed,
     WorkerLeft,
@@ -19,6 +20,7 @@ from scheduler.core.events import (
     WorkerRegistered,
 )
 from scheduler.core.failure import Failure
+from scheduler.wire.kinds import kind_from_proto
 from scheduler.wire.worker_checks import check_worker_message, is_plain_result
 
 # The fields of StepBatch that have the same name and contents in StepPlan.
@@ -29,13 +31,15 @@ STEP_LISTS = (
     "retained_hashes", "retained_priorities", "retained_ms",
 )  # fmt: skip
 _lists_of = attrgetter(*STEP_LISTS)
-# The fields that WorkerRegistered and Register have in common, and the list fields among them.
+# The fields that WorkerRegistered and Register have in common, except the kind, and the list fields among them.
 REGISTRATION_FIELDS = tuple(
-    item.name for item in fields(WorkerRegistered) if item.name not in ("time_ns", "connection")
+    item.name for item in fields(WorkerRegistered) if item.name not in ("time_ns", "connection", "kind")
 )
 _REGISTRATION_LISTS = tuple(item.name for item in fields(WorkerRegistered) if item.default == ())
 
-WorkerEvent = WorkerRegistered | WorkerBeat | WorkerLeft | WorkerLost | WorkerFailed | StepDone | BlocksFetched
+WorkerEvent = (
+    WorkerRegistered | WeightsHashed | WorkerBeat | WorkerLeft | WorkerLost | WorkerFailed | StepDone | BlocksFetched
+)
 
 
 def decode_worker_message(
@@ -62,13 +66,8 @@ def decode_worker_message(
         return WorkerBeat(time_ns, connection, beat.epoch, beat.last_step_id, memory, stored, removed)
     if kind == "register":
         return _registered(message.register, connection, time_ns)
-    if kind == "leave":
-        return WorkerLeft(time_ns, connection, message.leave.epoch, message.leave.reason)
-    if kind == "blocks_fetched":
-        fetched = message.blocks_fetched
-        return BlocksFetched(
-            time_ns, connection, fetched.epoch, tuple(fetched.fetched_hashes), tuple(fetched.missing_hashes)
-        )
+    if kind in ("weights_hashed", "leave", "blocks_fetched"):
+        return _notice(message, connection, time_ns)
     if kind == "lora_result":
         return message.lora_result
     if kind == "image_encoded":
@@ -78,11 +77,25 @@ def decode_worker_message(
     raise ValueError("the message is empty")
 
 
+def _notice(
+    message: worker_pb2.WorkerMessage, connection: bytes, time_ns: int
+) -> WeightsHashed | WorkerLeft | BlocksFetched:
+    if message.HasField("leave"):
+        return WorkerLeft(time_ns, connection, message.leave.epoch, message.leave.reason)
+    if message.HasField("weights_hashed"):
+        hashed = message.weights_hashed
+        return WeightsHashed(time_ns, connection, hashed.epoch, hashed.weights_root, hashed.block_kind)
+    fetched = message.blocks_fetched
+    return BlocksFetched(
+        time_ns, connection, fetched.epoch, tuple(fetched.fetched_hashes), tuple(fetched.missing_hashes)
+    )
+
+
 def _registered(message: worker_pb2.Register, connection: bytes, time_ns: int) -> WorkerRegistered:
     values = {name: getattr(message, name) for name in REGISTRATION_FIELDS}
     values |= {name: tuple(values[name]) for name in _REGISTRATION_LISTS}
     values["num_micro_batches"] = message.num_micro_batches or 1
-    return WorkerRegistered(time_ns, connection, **values)
+    return WorkerRegistered(time_ns, connection, kind=kind_from_proto(message.kind), **values)
 
 
 def _step_done(message: worker_pb2.WorkerMessage, connection: bytes, time_ns: int) -> StepDone:

@@ -70,6 +70,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         self.loras: list[loads_pb2.LoraInfo] = []
         self.kv_events: list[stats_pb2.KvEvent] = []
         self.keeps_watchers = False
+        self.kind_changed_at: tuple[int, ...] = ()  # of every request
         self.changed = asyncio.Event()
         self.server: Server | None = None
 
@@ -289,6 +290,8 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
             if number not in feed.opened:
                 feed.opened.add(number)
                 batch.opened.append(_opened(number, script))
+                if self.kind_changed_at:
+                    batch.kind_changes.add(stream=number, changed_at=self.kind_changed_at)
             for index, tokens in script.tokens.items():
                 sent = feed.sent.get((number, index), 0)
                 if tokens[sent:]:

@@ -285,3 +285,45 @@ def test_only_a_stream_that_grows_while_the_router_reads_slowly_is_ended(is_stre
         stream.end_sequence(SequenceEnd(0, FinishReason.LENGTH, 1000))
         stream.end(Usage(1, 1000, 0), None, None)
         assert [len(chunk.token_ids) for chunk in stream.take()] == [1000]
+
+
+def test_a_change_of_kind_is_said_from_its_first_token_to_the_end() -> None:
+    upstream = Feed()
+    stream = OutputStream(1, "r", 1, 0, (), ROUTER, cast("DecoderFactory", None), 1 << 20)
+    stream.open(OPENED)
+    stream.push(upstream, 0, 0, [1, 2])
+    stream.change_kind([2, 0])
+    assert [chunk.kind_changed_at for chunk in stream.take()] == [None]
+    stream.push(upstream, 0, 2, [3])
+    stream.push(upstream, 1, 0, [4])
+    assert [(chunk.sequence_index, chunk.kind_changed_at) for chunk in stream.take()] == [(0, 2), (1, 0)]
+    stream.end_sequence(SequenceEnd(0, FinishReason.LENGTH, 3))
+    (chunk,) = stream.take()
+    assert chunk.to_proto("r").kind_changed_at == 2
+
+
+def test_the_offset_of_a_change_counts_a_prompt_that_begins_the_output() -> None:
+    opened = Opened(
+        num_sequences=1, rules=TextRules(detokenize=False, prompt_ids=(7, 8, 9)), is_streaming=True, return_all=False
+    )
+    stream = OutputStream(1, "r", 1, 0, (), ROUTER, cast("DecoderFactory", None), 1 << 20)
+    stream.open(opened)
+    stream.change_kind([1])
+    stream.push(Feed(), 0, 0, [1, 2])
+    assert [chunk.kind_changed_at for chunk in stream.take()] == [4]
+
+
+def test_the_first_batch_identifies_the_tokenizer() -> None:
+    woken: list[bool] = []
+    router = RouterConnection(lambda: woken.append(True), lambda _: None, "print")
+    router.begin()
+    stream = OutputStream(1, "r", 1, 0, (), router, cast("DecoderFactory", None), 1 << 20)
+    router.streams[1] = stream
+    stream.open(OPENED)
+    stream.push(Feed(), 0, 0, [1])
+    first, second = router.collect(), router.collect()
+    assert first is not None
+    assert second is not None
+    assert (first.tokenizer_fingerprint, len(first.chunks)) == ("print", 0)
+    assert (second.tokenizer_fingerprint, len(second.chunks)) == ("", 1)
+    assert len(woken) >= 2

@@ -17,7 +17,7 @@ from pathlib import Path
 import zmq
 
 from midstream.security.curve import WorkerCredentials, read_key_pair, read_public_key
-from protos import worker_pb2
+from protos import kind_pb2, worker_pb2
 from tests.fakes.model import FakeModel
 
 PROTOCOL_VERSION = 1
@@ -48,6 +48,8 @@ class FakeWorkerConfig:
     scheduler: str = "tcp://127.0.0.1:50053"
     group_id: str = "fake"
     model_fingerprint: str = ""
+    weights_root: str = ""
+    arithmetic: str = ""
     vocab_size: int = 1000
     tokens_per_block: int = 16
     num_blocks: int = 1024
@@ -194,7 +196,11 @@ class FakeWorker:
         return worker_pb2.Register(
             group_id=config.group_id,
             incarnation=self._incarnation,
-            model_fingerprint=config.model_fingerprint,
+            kind=kind_pb2.WorkerKind(
+                model_fingerprint=config.model_fingerprint,
+                weights_root=config.weights_root,
+                arithmetic=config.arithmetic,
+            ),
             tokens_per_block=config.tokens_per_block,
             num_blocks=config.num_blocks,
             vocab_size=config.vocab_size,

@@ -15,7 +15,7 @@ from unittest import mock
 
 import zmq
 
-from protos import generation_pb2, worker_pb2
+from protos import generation_pb2, kind_pb2, worker_pb2
 from scheduler.core import standing
 from tests.fakes.model import FakeModel, ProtocolError
 from tests.faults.mutation import Mutator
@@ -83,7 +83,8 @@ class HostileWorker:
 
     def _registration(self) -> worker_pb2.Register:
         return worker_pb2.Register(
-            group_id="hostile", incarnation=self._dice.getrandbits(60), model_fingerprint="print",
+            group_id="hostile", incarnation=self._dice.getrandbits(60),
+            kind=kind_pb2.WorkerKind(model_fingerprint="print"),
             tokens_per_block=16, num_blocks=256, vocab_size=MODEL.vocab_size, max_sequence_length=4096,
             max_batch_size=64, max_num_tokens=512, world_size=1, device="fake", protocol_version=1,
         )  # fmt: skip
@@ -169,7 +170,9 @@ async def run(num_messages: int, seed: int) -> Outcome:
     """Send requests until the given number of messages has been mutated."""
     outcome = Outcome()
     with mock.patch.multiple(standing, FIRST_PAUSE_NS=_SHORT_PAUSE_NS, MAX_PAUSE_NS=_SHORT_PAUSE_NS):
-        async with run_scheduler(worker_timeout_ms=5_000, heartbeat_interval_ms=50) as scheduler:
+        # A changed registration may have another kind; the requests that ran there wait for it this long.
+        patience = {"worker_timeout_ms": 5_000, "heartbeat_interval_ms": 50, "no_worker_timeout_s": 1.0}
+        async with run_scheduler(**patience) as scheduler:
             healthy = await scheduler.worker(group_id="healthy")
             worker = HostileWorker(f"tcp://127.0.0.1:{scheduler.service.worker_port}", seed, scheduler)
             worker.thread.start()

@@ -179,7 +179,7 @@ class Bomb:
 async def test_garbage_on_the_worker_port_is_dropped_and_counted(limited: LimitedService) -> None:
     generator = random.Random(21)
     register = worker_pb2.WorkerMessage(
-        register=worker_pb2.Register(group_id="x", model_fingerprint="y" * 64, device="d" * 100)
+        register=worker_pb2.Register(group_id="x", kv_store="y" * 64, device="d" * 100)
     ).SerializeToString()
     frames: list[list[bytes]] = [
         [pickle.dumps(Bomb())],

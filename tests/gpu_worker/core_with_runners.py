@@ -37,6 +37,7 @@ from scheduler.core.events import (
     WorkerLeft,
     WorkerRegistered,
 )
+from scheduler.core.kind import Kind
 from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
 from scheduler.core.request import FinishReason, Request, Sequence
 from scheduler.core.request_scheduler import SimpleScheduler
@@ -215,7 +216,7 @@ class CoreWithRunners:
                 connection=member.connection,
                 group_id=name,
                 incarnation=1,
-                model_fingerprint="",
+                kind=Kind(),
                 tokens_per_block=self.core.config.tokens_per_block,
                 num_blocks=self._num_blocks,
                 vocab_size=self.core.config.vocab_size,

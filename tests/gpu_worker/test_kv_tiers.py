@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpu_worker import kind
 from gpu_worker.kv import block_kind
 from gpu_worker.kv.eviction import EvictionOrder, Retention
 from gpu_worker.kv.shared_store import PoolMemory
@@ -582,7 +583,7 @@ def test_blocks_of_another_instruction_set_or_other_code_are_not_used(
     note()
     assert len(kinds) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(block_kind, "load_library", lambda isa: SimpleNamespace(isa="another"))
+        patch.setattr(kind, "load_library", lambda isa: SimpleNamespace(isa="another"))
         note()
     assert len(kinds) == 2
     monkeypatch.setattr(block_kind, "_code", lambda: "other code")
@@ -591,7 +592,7 @@ def test_blocks_of_another_instruction_set_or_other_code_are_not_used(
     note(kernels="torch")
     note(kernels="torch")
     assert len(kinds) == 4
-    monkeypatch.setattr(block_kind, "_product", lambda: "of another BLAS")
+    monkeypatch.setattr(kind, "_product", lambda: "of another BLAS")
     note()
     assert len(kinds) == 4, "the CPU kernels do not use BLAS"
     note(kernels="torch")

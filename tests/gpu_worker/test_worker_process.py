@@ -55,7 +55,7 @@ def expected(tiny_runner: ModelRunner) -> list[int]:
 def test_it_offers_its_features(scheduler: ScriptedScheduler, tiny_folder: Path) -> None:
     with worker_process(scheduler.address, tiny_folder, "--group-id", "g7") as process:
         offer = scheduler.receive("register", lambda register: register.group_id == "g7")
-        assert offer.model_fingerprint == open_model_folder(str(tiny_folder)).fingerprint
+        assert offer.kind.model_fingerprint == open_model_folder(str(tiny_folder)).fingerprint
         assert (offer.tokens_per_block, offer.num_blocks, offer.vocab_size) == (16, 256, 331)
         assert (offer.max_sequence_length, offer.max_batch_size, offer.max_num_tokens) == (512, 8, 256)
         assert (offer.world_size, offer.device, offer.dtype) == (1, "cpu", "float32")

@@ -138,12 +138,20 @@ class Cluster:
         self.scheduler_address = await self.scheduler.start()
 
     async def add_detokenizer(self, name: str = "d", max_pending_bytes: int = 8 << 20, port: int = 0) -> Part:
-        pool = FeedPool(self.scheduler_address, name, self.folder.end_ids, self.links, lambda _: None)
+        tokenizer = self.folder.tokenizer_fingerprint
+        pool = FeedPool(
+            self.scheduler_address,
+            name,
+            self.folder.end_ids,
+            self.links,
+            lambda _: None,
+            tokenizer_fingerprint=tokenizer,
+        )
         frames = None
         if self.links.transport == "frames":
             frames = FrameServer("127.0.0.1", 0, max_message_bytes=MAX_MESSAGE)
             await frames.start()
-        servicer = DetokenizerServicer(pool, self.decoders, max_pending_bytes, frames)
+        servicer = DetokenizerServicer(pool, self.decoders, max_pending_bytes, frames, tokenizer_fingerprint=tokenizer)
         server = Server("midstream.v1.Detokenizer", "127.0.0.1", port, Progress())
         detokenizer_pb2_grpc.add_DetokenizerServicer_to_server(servicer, server.grpc)
         await server.start()
@@ -164,7 +172,7 @@ class Cluster:
         authenticator, watchers = authenticator or Authenticator(), watcher_limits()
         cells = Cells(self.scheduler_address, self.links, unavailable_timeout_s)
         addresses = ",".join(part.address for part in detokenizers) or "127.0.0.1:1"
-        pool = DetokenizerPool(addresses, self.links)
+        pool = DetokenizerPool(addresses, self.links, self.folder.tokenizer_fingerprint)
         config = RouterConfig(
             max_pending_bytes=max_pending_bytes,
             unavailable_timeout_s=unavailable_timeout_s,

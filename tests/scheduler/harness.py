@@ -22,6 +22,7 @@ from scheduler.core.effects import (
     StepPlan,
 )
 from scheduler.core.events import Event, Submitted, Turn, WorkerBeat, WorkerLeft, WorkerLost, WorkerRegistered
+from scheduler.core.kind import Kind
 from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
 from scheduler.core.prefix_cache import Hits
 from scheduler.core.request import FinishReason, Request, Sequence
@@ -103,7 +104,7 @@ class Harness:
             connection=f"{name}.{incarnation}".encode(),
             group_id=name,
             incarnation=incarnation,
-            model_fingerprint=more.pop("model_fingerprint", ""),
+            kind=more.pop("kind", Kind(more.pop("model_fingerprint", ""))),
             tokens_per_block=more.pop("tokens_per_block", self.config.tokens_per_block),
             num_blocks=num_blocks,
             vocab_size=more.pop("vocab_size", VOCAB),

@@ -10,7 +10,8 @@ import pytest
 
 from midstream.clock import SteadyClock
 from protos import generation_pb2, scheduler_pb2
-from scheduler.core.effects import Accepted, Emitted
+from scheduler.core.effects import Accepted, Emitted, KindSet
+from scheduler.core.kind import Kind
 from scheduler.core.request import Request
 from scheduler.core.request_spec import RequestSpec
 from scheduler.edge import feed_batch
@@ -80,3 +81,42 @@ def test_all_fields_of_opened_requests_count_as_bytes_of_a_batch(monkeypatch: py
     payload = generation_pb2.GenerateRequest(stopping=stopping).SerializeToString()
     opened = [[item.stream for item in batch.opened] for batch in Streams(5, payload=payload).collect()]
     assert opened == [[0, 1], [2, 3], [4]]
+
+
+def test_a_committed_change_of_kind_precedes_the_next_token_and_is_repeated_on_each_attachment() -> None:
+    streams = Streams(1)
+    streams.step(0)
+    kind = Kind("print", "", "int8")
+    streams.hub.publish([KindSet(streams.requests[0], kind)])
+    streams.step(0)
+    streams.hub.publish([KindSet(streams.requests[0], kind, (2,), has_changed=True)])
+    assert streams.collect() == []
+    streams.requests[0].sequences[0].output.append(5)
+    streams.hub.publish([Emitted(streams.requests[0].sequences, [3])])
+    (batch,) = streams.collect()
+    assert [(item.stream, list(item.changed_at)) for item in batch.kind_changes] == [(0, [2])]
+    assert list(batch.token_ids) == [5]
+    streams.requests[0].sequences[0].output.append(6)
+    streams.hub.publish([Emitted(streams.requests[0].sequences, [4])])
+    assert [list(batch.kind_changes) for batch in streams.collect()] == [[]]
+    streams.feed.attach(7, "r0")
+    (batch,) = streams.collect()
+    assert [(item.stream, list(item.changed_at)) for item in batch.kind_changes] == [(7, [2])]
+
+
+def test_a_detokenizer_with_another_tokenizer_is_refused() -> None:
+    streams = Streams(0)
+    spec = RequestSpec(request_id="a", prompt=array("I", [1]), max_tokens=9, tokenizer_fingerprint="one")
+    streams.hub.publish([Accepted(Request(spec, 0), is_attached=False)])
+    other = streams.hub.connect("other", lambda: None, tokenizer_fingerprint="two")
+    same = streams.hub.connect("same", lambda: None, tokenizer_fingerprint="one")
+    for feed in (streams.feed, other, same):
+        feed.attach(1, "a")
+    assert [feed.num_attached for feed in (streams.feed, other, same)] == [0, 0, 1]
+    batch = other.collect()
+    assert batch is not None
+    (opened,) = batch.opened
+    assert (opened.error.field, "'other' has another tokenizer" in opened.error.message) == (
+        "tokenizer_fingerprint",
+        True,
+    )

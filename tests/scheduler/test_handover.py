@@ -341,9 +341,8 @@ def test_late_and_invalid_reports_change_nothing() -> None:
     harness.check_is_empty()
 
 
-@pytest.mark.parametrize(("kinds", "is_moved"), [(("x", "x"), True), (("x", "y"), False), (("", "y"), True)])
+@pytest.mark.parametrize(("kinds", "is_moved"), [(("x", "x"), True), (("x", "y"), False), (("", "y"), False)])
 def test_blocks_are_fetched_only_between_groups_of_equal_kinds(kinds: tuple[str, str], *, is_moved: bool) -> None:
-    """A group without a registered kind is an older worker; its blocks are assumed to be compatible."""
     harness = Harness()
     harness.add_group("p", role="prefill", kv_source="at p", block_kind=kinds[0])
     decode = harness.add_group("d", role="decode", block_kind=kinds[1])

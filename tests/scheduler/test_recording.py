@@ -24,12 +24,14 @@ from scheduler.core.events import (
     StopWordFound,
     Submitted,
     Turn,
+    WeightsHashed,
     WorkerBeat,
     WorkerLeft,
     WorkerLost,
     WorkerRegistered,
 )
 from scheduler.core.failure import Failure
+from scheduler.core.kind import Kind
 from scheduler.core.request import Finish, FinishReason, RequestTimes, SequenceEnd
 from scheduler.core.request_spec import RequestSpec, RetentionRange
 from scheduler.replay.recording import Recorder, frame, read_recording
@@ -58,6 +60,7 @@ SPEC = RequestSpec(
     decode_duration_ns=0,
     digest=b"d",
 )
+KIND = Kind("print", "root", "int8", "weights in int8")
 EVENTS: list[Event] = [
     Submitted(1, SPEC),
     Recovered(
@@ -66,12 +69,15 @@ EVENTS: list[Event] = [
         (array("I", [1]), array("I")),
         ((1, SequenceEnd(FinishReason.STOP, 0, "word")),),
         finish=Finish(RequestTimes(finished_ns=5)),
+        kind=KIND,
+        kind_changed_at=(1, 0),
     ),
     AbortRequested(3, "a"),
     Attached(4, "a"),
     Detached(5, "a"),
     StopWordFound(6, "a", 1, 3, "stop"),
-    WorkerRegistered(7, b"w", "w", 1, "print", 16, 100, 1000, 500, 8, 64, 1, 2, "cpu", "bf16", ("x", "y")),
+    WorkerRegistered(7, b"w", "w", 1, KIND, 16, 100, 1000, 500, 8, 64, 1, 2, "cpu", "bf16", ("x", "y")),
+    WeightsHashed(8, b"w", 70, "root", "blocks"),
     WorkerBeat(8, b"w", 70, 3, (1, 2, 3)),
     WorkerLeft(9, b"w", 70, "done"),
     WorkerLost(9, b"w"),

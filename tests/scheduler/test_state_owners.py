@@ -28,6 +28,7 @@ SHARED_NAMES = {
     "num_recoveries",
     "num_rows",
     "num_handovers",
+    "num_kind_changes",
     "num_steps",
 }
 

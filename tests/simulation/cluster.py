@@ -40,6 +40,7 @@ class Shape:
         step_s: Mean duration of a worker's step.
         window: Maximum number of a call's messages that are in transit or unread.
         transport: The transport, as in the configuration of the components.
+        kinds: Kind of each worker that differs from the usual one, by name.
         all_kv: Whether workers always have roles and tiers; otherwise, the seed determines it.
     """
 
@@ -51,6 +52,7 @@ class Shape:
     window: int = 16
     transport: str = "frames"
     all_kv: bool = False
+    kinds: dict[str, int] = field(default_factory=dict)
     scheduler: dict[str, Any] = field(default_factory=dict)
     router: dict[str, Any] = field(default_factory=dict)
 
@@ -205,7 +207,14 @@ class Cluster:
         address = f"tcp://scheduler:{WORKER_PORT}"
         shape = self.shape
         worker = SimulatedWorker(
-            self.network, name, address, shape.num_blocks, shape.step_s, self.host, self._role(name)
+            self.network,
+            name,
+            address,
+            shape.num_blocks,
+            shape.step_s,
+            self.host,
+            self._role(name),
+            shape.kinds.get(name, 0),
         )
         self.workers[name] = worker
         return await worker.run()

@@ -70,7 +70,9 @@ class SimulatedModel:
     be in its blocks. Incorrect sharing and premature release of blocks are therefore detected where they occur.
     """
 
-    def __init__(self, num_blocks: int, tokens_per_block: int = TOKENS_PER_BLOCK) -> None:
+    def __init__(self, num_blocks: int, tokens_per_block: int = TOKENS_PER_BLOCK, kind: int = 0) -> None:
+        """Models of different kinds have other states, and therefore other tokens and blocks."""
+        self._kind = kind
         self._rows: dict[int, Row] = {}
         self._size = tokens_per_block
         self._generating: list[int] = []
@@ -115,7 +117,7 @@ class SimulatedModel:
         for new in step.new_sequences:
             if new.row in self._rows:
                 raise ProtocolError(f"row {new.row} is taken")
-            self._rows[new.row] = Row(new, new.token_ids.tolist(), new.block_ids.tolist())
+            self._rows[new.row] = Row(new, new.token_ids.tolist(), new.block_ids.tolist(), states=[self._kind])
         for number, block in zip(step.block_rows.tolist(), step.block_ids.tolist(), strict=True):
             self._row(number).table.append(block)
         for source, target in zip(step.copy_sources.tolist(), step.copy_targets.tolist(), strict=True):
@@ -184,22 +186,26 @@ class Vocabulary:
 
 
 @cache
-def vocabulary() -> Vocabulary:
-    """Return letters, words, and the separate bytes of emoji and Chinese characters."""
-    dice = random.Random("vocabulary")
+def vocabulary(tokenizer: str = "") -> Vocabulary:
+    """Return letters, words, and the separate bytes of emoji and Chinese characters; another tokenizer has other
+    words.
+    """
+    dice = random.Random(f"vocabulary{tokenizer}")
     pieces = [b"<s>", b"</s>", b"<poison>", b"<pad>"]
     pieces += [bytes([byte]) for byte in b"abcdefgh ,."]
     pieces += ["\U0001f600".encode()[:2], "\U0001f600".encode()[2:], "\U0001f600".encode(), "中".encode()[:1]]
     pieces += ["中".encode()[1:], "文字".encode(), "文".encode()[:2], "文".encode()[2:], "é".encode()[:1], b"\xa9"]
+    if tokenizer:
+        pieces[4:12] = [bytes([byte]) for byte in b"ABCDEFGH"]
     while len(pieces) < VOCAB_SIZE:
         pieces.append(bytes(dice.choices(b"abcdefghijklmnop ", k=dice.randint(1, 4))))
     return Vocabulary(tuple(pieces))
 
 
 @cache
-def decoders() -> DecoderFactory:
+def decoders(tokenizer: str = "") -> DecoderFactory:
     """Return the real decoders for this vocabulary."""
-    return ByteLevelFactory(vocabulary())  # type: ignore[arg-type]
+    return ByteLevelFactory(vocabulary(tokenizer))  # type: ignore[arg-type]
 
 
 def fingerprint() -> str:

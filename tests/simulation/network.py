@@ -72,6 +72,7 @@ class Network:
         self.dice = dice
         self.weather = Weather()
         self.window = 16
+        self.tokenizers: dict[str, str] = {}  # of processes with another one than the usual, by name
         self.listeners: dict[str, Any] = {}
         self.connections: dict[Connection, None] = {}
         self.num_messages = 0

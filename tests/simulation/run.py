@@ -67,6 +67,7 @@ def run_seed(
     cluster: Cluster | None = None
     loop = VirtualLoop(lambda name: cluster.resolve(name) if cluster is not None else [])
     network = Network(loop, random.Random(f"network {seed}"), trace=trace)
+    network.tokenizers.update(scenario.tokenizers)
     loop.sockets = Sockets(network)
     if seed // _CYCLE % 3 == 2:
         scenario.shape.transport = "grpc"

@@ -28,6 +28,7 @@ class Scenario:
         inject: Function that injects the faults.
         judge: Function that checks the result, in addition to the general invariants.
         may_report: Errors that processes are allowed to log.
+        tokenizers: Tokenizers of processes with another one than the usual, by name.
     """
 
     name: str = ""
@@ -36,6 +37,7 @@ class Scenario:
     inject: Callable[[RunningSimulation], Coroutine[Any, Any, None]] = _nothing
     judge: Callable[[RunningSimulation], None] = _accept
     may_report: tuple[str, ...] = ()
+    tokenizers: dict[str, str] = field(default_factory=dict)
 
 
 # Of this many consecutive seeds, each scenario has one, and mixtures of faults have the rest.

@@ -26,7 +26,7 @@ from gpu_worker.kv.transfer import Fetched
 from gpu_worker.scheduler_link.link import EpochStarted, SchedulerLink, Stopped, WaitingStep, Work
 from midstream.errors import ExecutionError
 from midstream.telemetry import Metrics
-from protos import worker_pb2
+from protos import kind_pb2, worker_pb2
 from tests.simulation.loop import Flag, Process
 from tests.simulation.model import POISON_ID, TOKENS_PER_BLOCK, VOCAB_SIZE, SimulatedModel, fingerprint
 from tests.simulation.network import Network, running
@@ -47,6 +47,7 @@ class Host:
 
     Attributes:
         store: The host's memory; None if each worker's pool ends with its process.
+        others: The store and the tier of each other kind of workers.
         tier: Slots of stored blocks by hash, the most recently used ones last; None if there are no tiers.
         pools: Sources of fetched blocks.
         happened: How often each event occurred.
@@ -56,6 +57,17 @@ class Host:
     tier: dict[int, list[int]] | None = None
     pools: Pools = field(default_factory=dict)
     happened: Counter[str] = field(default_factory=Counter)
+    others: dict[int, Host] = field(default_factory=dict)
+
+    def of_kind(self, kind: int) -> Host:
+        """Return the data for workers of a kind, which never use that of another kind."""
+        if not kind:
+            return self
+        if kind not in self.others:
+            host = self.others[kind] = Host(pools=self.pools, happened=self.happened)
+            host.store = None if self.store is None else []
+            host.tier = None if self.tier is None else {}
+        return self.others[kind]
 
 
 class Tiers:
@@ -225,7 +237,9 @@ class SimulatedWorker:
         step_s: float,
         host: Host,
         role: str,
+        kind: int = 0,
     ) -> None:
+        host = host.of_kind(kind)
         self.process = running()
         self.hangs, self.lies = False, 0
         self._network, self._step_s, self._host = network, step_s, host
@@ -238,7 +252,8 @@ class SimulatedWorker:
         register = worker_pb2.Register(
             group_id=name,
             incarnation=incarnation,
-            model_fingerprint=fingerprint(),
+            kind=kind_pb2.WorkerKind(model_fingerprint=fingerprint(), arithmetic=str(kind)),
+            block_kind=str(kind),
             tokens_per_block=tokens_per_block,
             num_blocks=num_blocks,
             vocab_size=VOCAB_SIZE,
@@ -249,15 +264,15 @@ class SimulatedWorker:
             device="simulated",
             features=("log_probs", "min_tokens"),
             protocol_version=1,
-            kv_store="" if host.store is None else "host",
-            tier_store="" if host.tier is None else "tiers",
+            kv_store="" if host.store is None else f"host {kind}",
+            tier_store="" if host.tier is None else f"tiers {kind}",
             block_bytes=_BLOCK_BYTES,
             role=role,
             kv_source=f"at {name}" if role == "prefill" else "",
             num_micro_batches=1 + incarnation % 2,
         )
         hashes = np.zeros(num_blocks, dtype=np.uint64)
-        self._model = SimulatedModel(num_blocks, tokens_per_block)
+        self._model = SimulatedModel(num_blocks, tokens_per_block, kind)
         pool = (self.process, hashes, self._model.slots)
         self._fetcher = Fetcher(network, host.pools, step_s)
         self._tiers = None if host.tier is None else Tiers(network, host.tier, pool, step_s)

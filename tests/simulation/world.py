@@ -20,18 +20,17 @@ from starlette.routing import Route
 import detokenizer.__main__
 import router.__main__
 import scheduler.service
-from detokenizer.incremental import DecoderFactory
 from midstream.model.folder import ModelFolder
 from tests.simulation import grpc_client, grpc_server, zmq_transport
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import END_ID, VOCAB_SIZE, decoders, fingerprint
-from tests.simulation.network import Network
+from tests.simulation.network import Network, running
 
 _MONOTONIC_OFFSET_S = 1_000.0
 
 
-def folder() -> ModelFolder:
-    """Return the served model folder."""
+def folder(tokenizer: str = "") -> ModelFolder:
+    """Return the served model folder, or one with another tokenizer."""
     return ModelFolder(
         path=Path("/nowhere"),
         name="simulated",
@@ -48,6 +47,7 @@ def folder() -> ModelFolder:
         weights_format="gguf",
         weight_files=(),
         config={},
+        tokenizer_fingerprint=f"tokenizer {tokenizer}",
     )
 
 
@@ -154,14 +154,14 @@ def simulated(
         mock.patch.multiple(scheduler.service, make_journal=make_journal, Engine=make_engine, HttpServer=_NoServer),
         mock.patch.multiple(
             detokenizer.__main__,
-            open_model_folder=lambda _: folder(),
+            open_model_folder=lambda _: folder(network.tokenizers.get(running().name, "")),
             Tokenizer=lambda _: None,
-            decoder_factory=_decoders,
+            decoder_factory=lambda _: decoders(network.tokenizers.get(running().name, "")),
             HttpServer=_NoServer,
         ),
         mock.patch.multiple(
             router.__main__,
-            open_model_folder=lambda _: folder(),
+            open_model_folder=lambda _: folder(network.tokenizers.get(running().name, "")),
             PromptBuilder=_Prompts,
             ChatModel=SimpleNamespace(of=lambda *_: None),
             MessagesApi=_NoServer,
@@ -181,7 +181,3 @@ def simulated(
         random.setstate(dice_state)
         if was_collecting:
             gc.enable()
-
-
-def _decoders(_: object) -> DecoderFactory:
-    return decoders()

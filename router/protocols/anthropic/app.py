@@ -26,6 +26,7 @@ from router.protocols.anthropic.shapes import PING, Fields, MessageWriter, usage
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel, SequenceReader, keep_prefix
 from router.protocols.fields import ignored_header
+from router.protocols.kind_change import kind_change_of
 from router.protocols.openai import app as openai_app
 from router.protocols.openai.models import Models
 from router.protocols.streaming import CompleteResponse, EventStream, StreamedResponse, dump
@@ -175,7 +176,8 @@ class _Reply(StreamedResponse):
                 self._writer.add(reader.read(chunk.text, is_final=chunk.is_sequence_final))
         output.raise_unfinished()
         self._writer.end(chunk, self._stop_words, {})
-        return self._writer.message(*self._writer.stop(chunk, self._stop_words), self._usage(chunk))
+        message = self._writer.message(*self._writer.stop(chunk, self._stop_words), self._usage(chunk))
+        return message | kind_change_of(chunk)
 
     async def _stream(self, output: Output, reader: SequenceReader, events: EventStream) -> None:
         await events.write(_lines(self._writer.begin(self._job.conversation.num_prompt_tokens)))

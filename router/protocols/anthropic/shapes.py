@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from midstream.chunk import Chunk, FinishReason, Usage
 from router.parsers.events import CallArguments, CallBegin, CallEnd, Event, ReasoningDelta, TextDelta
 from router.parsers.machine import parse_json
+from router.protocols.kind_change import kind_change_of
 
 Fields = dict[str, object]
 # An event without meaning, which clients count as activity.
@@ -67,7 +68,8 @@ class MessageWriter:
         """Return the events that follow all output."""
         reason, word = self.stop(chunk, stop_words)
         delta = {"stop_reason": reason, "stop_sequence": word}
-        return [*self._close(), {"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
+        last = {"type": "message_delta", "delta": delta, "usage": usage, **kind_change_of(chunk)}
+        return [*self._close(), last, {"type": "message_stop"}]
 
     def stop(self, chunk: Chunk, stop_words: Iterable[str]) -> tuple[str, str | None]:
         """Return the stop reason, and the matched stop sequence if there is one."""

@@ -47,7 +47,14 @@ from router.protocols.kserve.ensemble import (
     whole_outputs,
 )
 from router.protocols.kserve.parameters import Parameters, read_parameters
-from router.protocols.kserve.tensors import FINAL, InputTensor, StreamResponses, fill_outputs, parse_inputs
+from router.protocols.kserve.tensors import (
+    FINAL,
+    InputTensor,
+    StreamResponses,
+    fill_outputs,
+    note_kind_change,
+    parse_inputs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +157,8 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         self._count(started, failed=False)
         response = self._response(request)
         fill_outputs(response, [t for t in whole_outputs(results) if t.name in wanted])
+        changes = [sequence.kind_changed_at for result in results for sequence in result.sequences]
+        note_kind_change(response, changes)
         return response
 
     async def ModelStreamInfer(
@@ -246,7 +255,9 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                             continue
                         tensors = [tensor for tensor in piece_outputs(chunk, index) if tensor.name in wanted]
                         is_final = last_is_marked and chunk.is_final and not has_failed
-                        await stream.write(responses.put, pieces.make(tensors, is_final=is_final))
+                        response = pieces.make(tensors, is_final=is_final)
+                        note_kind_change(response.infer_response, [chunk.kind_changed_at])
+                        await stream.write(responses.put, response)
             output.raise_unfinished()
 
     async def _collect(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from midstream.errors import InvalidArgumentError
 from protos import kserve_pb2 as pb
+from router.protocols.kind_change import NAME
 
 Value = bool | int | float | bytes
 FINAL = "triton_final_response"  # the parameter that marks a request's last response
@@ -175,6 +176,13 @@ def fill_outputs(response: pb.ModelInferResponse, tensors: Iterable[OutputTensor
     for tensor in tensors:
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         response.raw_output_contents.append(tensor.data)
+
+
+def note_kind_change(response: pb.ModelInferResponse, offsets: Iterable[int | None]) -> None:
+    """Add the first offset at which the kind of workers changed, if any, as a parameter."""
+    known = [offset for offset in offsets if offset is not None]
+    if known:
+        response.parameters[NAME].int64_param = min(known)
 
 
 class StreamResponses:

@@ -11,6 +11,7 @@ from midstream.chunk import Chunk, FinishReason, Usage
 from midstream.extras import Extras, LogProbs
 from router.parsers.events import CallArguments, CallBegin, Event, ReasoningDelta, TextDelta
 from router.protocols.conversation import Conversation, SequenceReader
+from router.protocols.kind_change import kind_change_of
 
 # Returns the bytes of one token.
 Spell = Callable[[int], bytes]
@@ -39,14 +40,15 @@ class Details:
     def ending(self, chunk: Chunk) -> dict[str, object]:
         """Return the finish reason and vLLM's `stop_reason`, which is null if the model ended the text itself.
 
-        Clients know no finish reason for output that was aborted or failed, so it has none; an error follows instead.
+        Clients know no finish reason for output that was aborted or failed, so it has none; an error follows instead. A
+        change of the workers' kind is added to both.
         """
-        reason = chunk.finish_reason or FinishReason.STOP
+        reason, change = chunk.finish_reason or FinishReason.STOP, kind_change_of(chunk)
         if not chunk.is_sequence_final or reason.is_failure:
-            return {"finish_reason": None}
+            return {"finish_reason": None, **change}
         matched = chunk.matched_stop
         is_own = isinstance(matched, str) or matched in self.stop_token_ids
-        return {"finish_reason": str(reason), "stop_reason": matched if is_own else None}
+        return {"finish_reason": str(reason), "stop_reason": matched if is_own else None, **change}
 
     def prompt_fields(self, token_ids: Sequence[int], rows: LogProbs | None, spell: Spell) -> dict[str, object]:
         """Return vLLM's fields for a prompt; `rows` are the log probabilities of all its tokens but the first."""

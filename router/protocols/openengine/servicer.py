@@ -24,6 +24,7 @@ from router.pipeline.generation import FrontDoor
 from router.pipeline.idempotency import key_of, make_repeatable, request_id_of
 from router.pipeline.keep_alives import KeptStream
 from router.pipeline.request_checks import MAX_LOG_PROBS, check_model
+from router.protocols.kind_change import METADATA
 from router.protocols.openengine.request import native_request
 from router.protocols.openengine.response import Events
 from router.servicer import RouterServicer
@@ -72,6 +73,8 @@ class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
             async with opened as output:
                 while not output.is_final:
                     for chunk in await output.take():
+                        if chunk.kind_changed_at is not None:
+                            context.set_trailing_metadata(((METADATA, str(chunk.kind_changed_at)),))
                         if chunk.finish_reason not in (FinishReason.ERROR, FinishReason.DEADLINE):
                             for event in events.of(chunk):
                                 await stream.write(context.write, event)

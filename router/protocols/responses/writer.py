@@ -14,6 +14,7 @@ from typing import Literal
 from midstream.chunk import Chunk, FinishReason
 from router.parsers.events import CallArguments, CallBegin, CallEnd, Event, ReasoningDelta, TextDelta
 from router.parsers.machine import parse_json
+from router.protocols.kind_change import kind_change_of
 from router.protocols.responses.items import Item, hide_reasoning
 from router.protocols.responses.pieces import Pieces
 
@@ -200,13 +201,14 @@ def status_of(chunk: Chunk) -> Status:
 
 
 def _ending(chunk: Chunk, status: Status) -> Fields:
+    change = kind_change_of(chunk)
     if status == "incomplete":
-        return {"incomplete_details": {"reason": "max_output_tokens"}}
+        return {"incomplete_details": {"reason": "max_output_tokens"}, **change}
     if status == "failed":
         is_late = chunk.finish_reason is FinishReason.DEADLINE
         message = "the deadline passed" if is_late else chunk.error.message if chunk.error else "the request failed"
-        return {"error": {"code": "server_error", "message": message}}
-    return {}
+        return {"error": {"code": "server_error", "message": message}, **change}
+    return change
 
 
 def _custom_input(arguments: str) -> str:

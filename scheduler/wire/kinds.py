@@ -1,0 +1,21 @@
+"""Converts a worker group's kind between the core and the protocol."""
+
+from __future__ import annotations
+
+from protos import kind_pb2
+from scheduler.core.kind import Kind
+
+
+def kind_to_proto(kind: Kind, *, describes: bool = True) -> kind_pb2.WorkerKind:
+    """Return the message; without the description if it is only to be compared."""
+    return kind_pb2.WorkerKind(
+        model_fingerprint=kind.model_fingerprint,
+        weights_root=kind.weights_root,
+        arithmetic=kind.arithmetic,
+        description=kind.description if describes else "",
+    )
+
+
+def kind_from_proto(message: kind_pb2.WorkerKind) -> Kind:
+    """Build this from the protobuf message."""
+    return Kind(message.model_fingerprint, message.weights_root, message.arithmetic, message.description)

@@ -1,0 +1,100 @@
+"""Every API reports that a request moved to another kind of workers, from the token on from which it did."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from midstream.model.tokenizer import Tokenizer
+from protos import kserve_pb2_grpc, openengine_pb2_grpc
+from protos import openengine_pb2 as oe
+from tests.router.adapters.test_kserve import infer_request
+from tests.router.conftest import Cluster, Part
+
+TEXT = "one two three four"
+CHANGED_AT = 2
+
+
+@pytest.fixture
+async def address(cluster: Cluster, router: Part, tokenizer: Tokenizer) -> AsyncIterator[str]:
+    """Yield the HTTP address of a router whose every request is answered with TEXT, in two pieces."""
+    cluster.scheduler.kind_changed_at = (CHANGED_AT,)
+    answered: set[str] = set()
+
+    async def answer() -> None:
+        while True:
+            await cluster.scheduler.until(lambda: set(cluster.scheduler.requests) - answered)
+            for request_id in set(cluster.scheduler.requests) - answered:
+                answered.add(request_id)
+                ids = tokenizer.encode(TEXT)
+                cluster.scheduler.emit(request_id, ids[:CHANGED_AT])
+                cluster.scheduler.emit(request_id, ids[CHANGED_AT:])
+                cluster.scheduler.end(request_id)
+
+    answering = asyncio.create_task(answer())
+    assert router.http is not None
+    yield f"http://127.0.0.1:{router.http.port}"
+    answering.cancel()
+
+
+CHAT = {"messages": [{"role": "user", "content": "count"}]}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "count"},
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": CHAT | {"max_tokens": 16},
+    "/v1/responses": {"input": "count"},
+}
+
+
+def found_in(value: Any) -> list[object]:
+    """Return the values of the field, wherever it is."""
+    if isinstance(value, list):
+        return [item for part in value for item in found_in(part)]
+    if not isinstance(value, dict):
+        return []
+    own = [value["kind_changed_at"]] if "kind_changed_at" in value else []
+    return own + [item for part in value.values() for item in found_in(part)]
+
+
+def post(url: str, body: dict[str, Any]) -> str:
+    headers = {"Content-Type": "application/json", "anthropic-version": "2023-06-01"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=30) as response:
+        content: bytes = response.read()
+    return content.decode()
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_http(address: str, path: str, *, stream: bool) -> None:
+    body = BODIES[path] | {"stream": stream, "model": "smollm2"}
+    text = await asyncio.to_thread(post, address + path, body)
+    if not stream:
+        assert found_in(json.loads(text)) == [CHANGED_AT]
+        return
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
+    events = [json.loads(line) for line in lines]
+    assert set(found_in(events)) == {CHANGED_AT}
+
+
+async def test_kserve(address: str, router: Part) -> None:
+    async with grpc.aio.insecure_channel(router.address) as channel:
+        stub: Any = kserve_pb2_grpc.GRPCInferenceServiceStub(channel)
+        response = await stub.ModelInfer(infer_request(), timeout=30)
+    assert response.parameters["kind_changed_at"].int64_param == CHANGED_AT
+
+
+async def test_openengine(address: str, router: Part) -> None:
+    request = oe.GenerateRequest(prompt="count")
+    async with grpc.aio.insecure_channel(router.address) as channel:
+        stub: Any = openengine_pb2_grpc.InferenceStub(channel)
+        call = stub.Generate(request, timeout=30)
+        assert [event async for event in call]
+        metadata = dict(await call.trailing_metadata())
+    assert metadata["midstream-kind-changed-at"] == str(CHANGED_AT)
