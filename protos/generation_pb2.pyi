@@ -1104,6 +1104,7 @@ class GenerateResponse(google.protobuf.message.Message):
     TENSORS_FIELD_NUMBER: builtins.int
     PERF_METRICS_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    IS_KEEP_ALIVE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     sequence_index: builtins.int
     token_offset: builtins.int
@@ -1124,6 +1125,10 @@ class GenerateResponse(google.protobuf.message.Message):
     matched_stop_token_id: builtins.int
     cumulative_log_prob: builtins.float
     """Cumulative log probability of the whole sequence; set on its final chunk if log probabilities are requested."""
+    is_keep_alive: builtins.bool
+    """Whether the message has no output, and only shows clients and proxies that the request still waits or runs
+    (`--keepalive-interval-s` of the router). Its token_offset is that of the next token of sequence 0.
+    """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -1162,9 +1167,10 @@ class GenerateResponse(google.protobuf.message.Message):
         tensors: collections.abc.Iterable[global___Tensor] | None = ...,
         perf_metrics: global___PerfMetrics | None = ...,
         error: global___ErrorInfo | None = ...,
+        is_keep_alive: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "finish_reason", b"finish_reason", "is_final", b"is_final", "is_sequence_final", b"is_sequence_final", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "matched_stop_word", b"matched_stop_word", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "request_id", b"request_id", "sequence_index", b"sequence_index", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids", "token_offset", b"token_offset", "usage", b"usage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "finish_reason", b"finish_reason", "is_final", b"is_final", "is_keep_alive", b"is_keep_alive", "is_sequence_final", b"is_sequence_final", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "matched_stop_word", b"matched_stop_word", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "request_id", b"request_id", "sequence_index", b"sequence_index", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids", "token_offset", b"token_offset", "usage", b"usage"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob"]) -> typing.Literal["cumulative_log_prob"] | None: ...
     @typing.overload

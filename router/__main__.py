@@ -32,6 +32,7 @@ from router.pipeline.detokenizer_pool import DetokenizerPool
 from router.pipeline.embedder import Embedder
 from router.pipeline.gen_ai_metrics import GenAiMetrics
 from router.pipeline.generation import FrontDoor, Runner
+from router.pipeline.keep_alives import KeepAlives
 from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.message_slots import MessageSlots
 from router.pipeline.metrics import RouterMetrics, log_throughput
@@ -61,6 +62,7 @@ _LEAST = {
     "max_batch_lines": 1,
     "num_tokenizer_threads": 1,
     "unavailable_timeout_s": 0,
+    "keepalive_interval_s": 0,
 }
 
 
@@ -122,7 +124,8 @@ async def serve(config: RouterConfig) -> None:
     gen_ai = GenAiMetrics.from_config(config, folder.name)
     seen = RouterMetrics(metrics, logs_requests=config.access_log, gen_ai=gen_ai)
     quotas = Quotas(metrics)
-    front = FrontDoor(runner, seen, server.draining, limits, traces, quotas)
+    keep_alives = KeepAlives(config.keepalive_interval_s)
+    front = FrontDoor(runner, seen, server.draining, limits, traces, quotas, keep_alives)
 
     def router_status() -> status_pb2.RouterStatus:
         return status_pb2.RouterStatus(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import grpc
@@ -23,6 +23,7 @@ from router.pipeline.cells import Cell
 from router.pipeline.embedder import Embedder, EmbedInput, Pooling, VectorShape
 from router.pipeline.generation import FrontDoor, Output
 from router.pipeline.idempotency import check_no_id, key_of, make_repeatable, request_id_of
+from router.pipeline.keep_alives import KeepAlives
 from router.pipeline.request_checks import check_adapter_path, check_model
 from router.status import StatusFeed
 
@@ -57,16 +58,20 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         key = key_of(context.invocation_metadata() or ())
         if key:
             make_repeatable(request, request_id_of(key, "Generate"))
-        output = await self._front.start(request, context.time_remaining(), key)
-        await _relay(output, context)
+        opening = self._front.start(request, context.time_remaining(), key)
+        await _relay(opening, context, self._front.keep_alives, request.request_id)
 
     async def Resume(  # type: ignore[override]  # it writes to the context
         self, request: service_pb2.ResumeRequest, context: ServicerContext[Any, Any]
     ) -> None:
         """Stream the rest of a request."""
         offsets = request.from_token_by_sequence[:]
-        output = self._front.resume(request.request_id, request.from_token, offsets, context.time_remaining())
-        await _relay(output, context)
+
+        async def resume() -> Output:
+            return self._front.resume(request.request_id, request.from_token, offsets, context.time_remaining())
+
+        from_token = offsets[0] if offsets else request.from_token
+        await _relay(resume(), context, self._front.keep_alives, request.request_id, from_token)
 
     async def Abort(self, request: loads_pb2.AbortRequest, context: object) -> loads_pb2.AbortResponse:
         return loads_pb2.AbortResponse(was_running=await self._front.abort(request.request_id))
@@ -242,12 +247,27 @@ def _embed_input(index: int, item: service_pb2.EmbedInput) -> EmbedInput:
     return EmbedInput(f"{field}.{kind}", item.prompt if kind == "prompt" else item.token_ids.values)
 
 
-async def _relay(output: Output, context: ServicerContext[Any, Any]) -> None:
-    """Write output to the client as it arrives."""
-    request_id = output.request_id
-    async with output:
-        while not output.is_final:
-            for chunk in await output.take():
-                for piece in chunk.pieces(_MAX_TENSOR_BYTES):
-                    await context.write(piece.to_proto(request_id))
+async def _relay(
+    opening: Awaitable[Output],
+    context: ServicerContext[Any, Any],
+    keep_alives: KeepAlives,
+    request_id: str,
+    from_token: int = 0,
+) -> None:
+    """Write output to the client as it arrives; `from_token` is the offset of the first token of sequence 0."""
+    offset = from_token
+
+    def beat() -> Coroutine[object, object, None]:
+        message = pb.GenerateResponse(request_id=request_id, token_offset=offset, is_keep_alive=True)
+        return context.write(message)
+
+    with keep_alives.keep(beat) as stream:
+        async with await opening as output:
+            request_id = output.request_id
+            while not output.is_final:
+                for chunk in await output.take():
+                    if not chunk.sequence_index:
+                        offset = chunk.next_offset
+                    for piece in chunk.pieces(_MAX_TENSOR_BYTES):
+                        await stream.write(context.write, piece.to_proto(request_id))
     output.raise_failure()

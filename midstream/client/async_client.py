@@ -20,7 +20,7 @@ from midstream.client.features import Drafts, Guide, KvRetention
 from midstream.client.info import CellLoad, LoraInfo, ModelInfo, ServerInfo
 from midstream.client.request import Array, Message, SamplingParams, naming, set_fields, set_input, tensor_of
 from midstream.client.result import Embeddings
-from midstream.client.retries import Retries
+from midstream.client.retries import Retries, is_broken
 from midstream.client.stream import AsyncStream
 from midstream.errors import InvalidArgumentError
 from midstream.rpc.errors import error_from_rpc
@@ -261,7 +261,9 @@ class AsyncClient:
             try:
                 answer = await self._next_stub().Embed(request, metadata=metadata, timeout=retries.left_s())
             except grpc.aio.AioRpcError as error:
-                await retries.wait(error.code(), error_from_rpc(error))
+                if not is_broken(error):
+                    raise error_from_rpc(error) from None
+                await retries.wait(error_from_rpc(error))
             else:
                 vectors = tuple(tuple(item.values) for item in answer.embeddings)
                 return Embeddings(vectors, usage_from_proto(answer.usage))
@@ -378,7 +380,7 @@ class AsyncClient:
             try:
                 return await call(self._next_stub())
             except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or not left:
+                if not is_broken(error) or not left:
                     raise error_from_rpc(error) from None
         raise AssertionError("unreachable")
 

@@ -9,12 +9,22 @@ import grpc
 
 from midstream.client.request import naming
 from midstream.errors import DeadlineError, MidstreamError
+from midstream.rpc.errors import is_from_service
 
 # Statuses of calls whose router dies or drains. CANCELLED comes from the server; after a cancel by the client, the
 # status is never read.
-BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
+_BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN})
 _MAX_TIMEOUT_S = 1e9
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.02, 0.5
+
+
+def is_broken(error: grpc.RpcError) -> bool:
+    """Return whether a call ended because its router or the connection was lost, and not by the service's decision.
+
+    Proxies such as nginx turn a lost router into INTERNAL; the service's own INTERNAL is marked.
+    """
+    code = error.code()
+    return code in _BROKEN or (code is grpc.StatusCode.INTERNAL and not is_from_service(error))
 
 
 class Retries:
@@ -49,10 +59,10 @@ class Retries:
         """Record that a router has responded."""
         self._broken_since, self._delay_s = None, 0.0
 
-    async def wait(self, code: grpc.StatusCode, error: MidstreamError) -> None:
-        """Wait until a call that ended with `code` should be retried; raise `error` if it should not be retried."""
-        if code not in BROKEN:
-            raise error from None
+    async def wait(self, error: MidstreamError) -> None:
+        """Wait until a broken call, which failed with `error`, should be retried; raise the error if that takes too
+        long.
+        """
         now = asyncio.get_running_loop().time()
         if self._broken_since is None:
             self._broken_since = now

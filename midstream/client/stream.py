@@ -21,7 +21,7 @@ import grpc.aio
 
 from midstream.chunk import Chunk, FinishReason, SequenceEnds
 from midstream.client.result import Result
-from midstream.client.retries import BROKEN, Retries
+from midstream.client.retries import Retries, is_broken
 from midstream.errors import (
     AbortedError,
     DeadlineError,
@@ -141,7 +141,7 @@ class AsyncStream:
             return chunk
 
     async def _read(self, call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]) -> object:
-        """Return the next message; None if the call broke and must be reopened."""
+        """Return the next message with output; None if there is none yet, or the call broke and must be reopened."""
         try:
             response = await call.read()
         except grpc.aio.AioRpcError as error:
@@ -155,9 +155,12 @@ class AsyncStream:
             if not self._is_silent:  # `cancel` was called, or the client was closed
                 self.cancel()
                 return None
-            await self._leave(grpc.StatusCode.UNAVAILABLE, UnavailableError("the router does not answer"))
+            await self._leave(UnavailableError("the router does not answer"))
             return None
         self._last_read = asyncio.get_running_loop().time()
+        if isinstance(response, pb.GenerateResponse) and response.is_keep_alive:
+            self._retries.progress()
+            return None
         return response
 
     async def result(self) -> Result:
@@ -222,15 +225,18 @@ class AsyncStream:
         if self._final is not None:
             # The connection broke after the final chunk but before the RPC status; the chunk carries the same
             # information.
+            self._stop_watching()
             _raise_for(self._final)
-            if error.code() in BROKEN:
-                raise StopAsyncIteration
-        await self._leave(error.code(), error_from_rpc(error))
+            raise StopAsyncIteration
+        if not is_broken(error):
+            self._stop_watching()
+            raise error_from_rpc(error) from None
+        await self._leave(error_from_rpc(error))
 
-    async def _leave(self, code: grpc.StatusCode, error: MidstreamError) -> None:
-        """Wait until the stream should be reopened at the next router; raise `error` if it cannot be resumed."""
+    async def _leave(self, error: MidstreamError) -> None:
+        """Wait until the stream should be reopened at the next router; raise `error` if that takes too long."""
         self._stop_watching()
-        await self._retries.wait(code, error)
+        await self._retries.wait(error)
         self._call = None
         self.num_resumes += 1
 

@@ -88,6 +88,11 @@ class RouterConfig(GrpcServiceConfig):
     unavailable_timeout_s: float = setting(
         30.0, "Seconds that a request without a deadline waits for an unavailable component."
     )
+    keepalive_interval_s: float = setting(
+        10.0,
+        "Seconds without output after which a stream gets a message without output, so that proxies and clients keep "
+        "it open while a request waits; 0: never.",
+    )
     response_ttl_s: int = setting(7 * 24 * 3600, "Seconds that a response of the Responses API is stored.")
     max_file_bytes: int = setting(200 << 20, "Maximum size of a file that clients may upload for batches, in bytes.")
     file_ttl_s: int = setting(30 * 24 * 3600, "Maximum number of seconds that files and batch outputs are stored.")

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from midstream.errors import MidstreamError, OverloadedError, from_status
+from midstream.errors import ExecutionError, MidstreamError, OverloadedError, StatusCode, from_status
 from midstream.rpc.target import plain_problem
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ TakeTurn = Callable[[], contextlib.AbstractAsyncContextManager[None]]
 
 RETRY_AFTER_KEY = "retry-after-ms"
 FIELD_KEY = "midstream-field"
+# Marks INTERNAL as the service's own status: proxies give the same status to calls whose server they have lost.
+_OWN_KEY = "midstream-internal"
 _MAX_FIELD_CHARACTERS = 256
 # A status message is sent as percent-encoded metadata. Clients accept 8 KiB of metadata by default, in total.
 _MAX_DETAIL_BYTES = 4 << 10
@@ -54,12 +56,20 @@ def error_from_rpc(error: grpc.RpcError) -> MidstreamError:
     return result
 
 
+def is_from_service(error: grpc.RpcError) -> bool:
+    """Return whether a status INTERNAL comes from the service, and not from a proxy or a broken connection."""
+    metadata: Any = error.trailing_metadata() or ()
+    return any(key == _OWN_KEY for key, _ in metadata)
+
+
 def trailing_metadata(error: MidstreamError) -> tuple[tuple[str, str], ...]:
     metadata: list[tuple[str, str]] = []
     if error.field:
         metadata.append((FIELD_KEY, _printable(error.field)))
     if isinstance(error, OverloadedError):
         metadata.append((RETRY_AFTER_KEY, str(error.retry_after_ms)))
+    if error.code is StatusCode.INTERNAL:
+        metadata.append((_OWN_KEY, "1"))
     return tuple(metadata)
 
 
@@ -188,4 +198,5 @@ async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any]) 
         return
     # Internal details are only logged, with the request's id.
     logger.error("unexpected error in a call", exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the log for details")
+    unexpected = ExecutionError("internal error; see the log for details")
+    await context.abort(grpc.StatusCode.INTERNAL, unexpected.message, trailing_metadata(unexpected))

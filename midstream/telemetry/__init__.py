@@ -52,12 +52,16 @@ LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.
 
 # Id of the request for which the current task works; every log line includes it.
 current_request_id: ContextVar[str] = ContextVar("current_request_id", default="")
+# The X-Request-Id that the client or a proxy gave the HTTP call; empty if there is none.
+current_outer_id: ContextVar[str] = ContextVar("current_outer_id", default="")
 
 _PLAIN_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes one JSON object per line: time, level, service, logger, message, request_id, and the `extra` fields."""
+    """Writes one JSON object per line: time, level, service, logger, message, request_id, x_request_id (the id that the
+    client gave the HTTP call), and the `extra` fields.
+    """
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -74,6 +78,9 @@ class JsonFormatter(logging.Formatter):
         request_id = current_request_id.get()
         if request_id:
             line["request_id"] = request_id
+        outer_id = current_outer_id.get()
+        if outer_id:
+            line["x_request_id"] = outer_id
         line.update({key: value for key, value in vars(record).items() if key not in _PLAIN_RECORD})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

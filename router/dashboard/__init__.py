@@ -21,6 +21,7 @@ from starlette.routing import Route
 from midstream.errors import MidstreamError
 from protos import status_pb2
 from router.protocols.openai.errors import error_body, headers, http_status
+from router.protocols.streaming import SSE_HEADERS
 from router.status import StatusFeed
 
 _STATIC = Path(__file__).with_name("static")
@@ -44,7 +45,7 @@ def dashboard_routes(status: StatusFeed) -> list[Route]:
             first = await anext(states)
         except MidstreamError as error:
             return JSONResponse(error_body(error), http_status(error), headers={**_HEADERS, **headers(error)})
-        return StreamingResponse(_events(first, states), headers=_HEADERS, media_type="text/event-stream")
+        return StreamingResponse(_events(first, states), headers=_HEADERS | SSE_HEADERS)
 
     files = [Route(f"/dashboard/static/{path.name}", page(path)) for path in sorted(_STATIC.iterdir())]
     return [Route("/dashboard", page(_STATIC / "index.html")), Route("/dashboard/feed", feed), *files]

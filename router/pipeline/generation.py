@@ -57,6 +57,7 @@ from router.pipeline.detokenizer_pool import Attachment, DetokenizerPool
 from router.pipeline.grammar_check import GrammarChecker, GuideParts
 from router.pipeline.idempotency import naming_key
 from router.pipeline.images import images_of
+from router.pipeline.keep_alives import KeepAlives
 from router.pipeline.metrics import RouterMetrics
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.quotas import Admission, Quotas
@@ -561,6 +562,7 @@ class FrontDoor:
     Attributes:
         runner: Runs the requests of all APIs.
         draining: Set when the router is draining: running requests finish, and new ones are rejected.
+        keep_alives: Keeps the streams of all APIs open while they have no output.
     """
 
     def __init__(
@@ -571,7 +573,9 @@ class FrontDoor:
         limits: StreamLimits | None = None,
         traces: RequestTraces | None = None,
         quotas: Quotas | None = None,
+        keep_alives: KeepAlives | None = None,
     ) -> None:
+        self.keep_alives = keep_alives or KeepAlives(0)
         self._quotas = quotas or Quotas(Metrics())
         self.runner = runner
         self.draining = draining

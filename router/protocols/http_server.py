@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import uuid
 from array import array
@@ -16,13 +17,13 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from midstream.rpc.serving import MAX_METADATA_BYTES
 from midstream.security.host_header import AllowedHosts
 from midstream.security.peer_names import PeerCertificate
 from midstream.security.tls import Tls
-from midstream.telemetry import current_request_id
+from midstream.telemetry import current_outer_id, current_request_id
 
 _LOOK_INTERVAL_S = 1.0
 # Time limits, in seconds: from connecting (or from the first byte of a further request) to the end of the head, and
@@ -36,6 +37,8 @@ _MAX_ACCEPTED_PER_TURN = 8
 _REJECTION_S = 1.0
 # Headers that contain the id of a call, in OpenAI's API and in Anthropic's.
 _ID_HEADERS = (b"x-request-id", b"request-id")
+# An id from outside: printable ASCII characters.
+_OUTER_ID = re.compile(rb"[!-~]{1,128}")
 _REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
 
 
@@ -198,6 +201,8 @@ class _Protocol(HttpToolsProtocol):
         cast("dict[str, object]", self.scope)["certificate"] = certificate
         self._expect(self.timeouts_s[1])
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            _end_by_closing(self.cycle)
         if self._is_leaving:
             self.cycle.keep_alive = False
 
@@ -227,6 +232,23 @@ class _Protocol(HttpToolsProtocol):
         self.transport.close()
 
 
+def _end_by_closing(cycle: RequestResponseCycle) -> None:
+    """Let the end of the connection be the end of a response without a length, as in HTTP/1.0; uvicorn would send such
+    a response in chunks, which HTTP/1.0 does not know.
+    """
+    send = cycle.send
+
+    async def send_unsized(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            if not any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
+                cycle.chunked_encoding = False
+        elif cycle.chunked_encoding is False and not cycle.expected_content_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(cast("Any", message))
+
+    cycle.send = send_unsized  # type: ignore[assignment, method-assign]
+
+
 def _protocol(limits: ConnectionLimits, timeouts_s: tuple[float, float]) -> type[_Protocol]:
     """Return the protocol class for one port."""
     return type("_PortProtocol", (_Protocol,), {"limits": limits, "timeouts_s": timeouts_s})
@@ -251,7 +273,8 @@ class HostCheckedApp:
 
 class IdentifiedApp:
     """ASGI middleware that gives each call an id for the log, and for the header `x-request-id` of a response that has
-    no id of its own.
+    no id of its own. If the request has that header, from a client or a proxy, the response repeats it, and each line
+    of the log has it, too.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -260,15 +283,27 @@ class IdentifiedApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call_id = uuid.uuid4().hex
         current_request_id.set(call_id)
+        given = _given_id(scope)
+        if given:
+            current_outer_id.set(given.decode())
 
         async def send_identified(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = list(message.get("headers", ()))
-                if not any(name.lower() in _ID_HEADERS for name, _ in headers):
+                if given:
+                    headers = [(name, value) for name, value in headers if name.lower() != _ID_HEADERS[0]]
+                    message = {**message, "headers": [*headers, (_ID_HEADERS[0], given)]}
+                elif not any(name.lower() in _ID_HEADERS for name, _ in headers):
                     message = {**message, "headers": [*headers, (_ID_HEADERS[0], call_id.encode())]}
             await send(message)
 
         await self._app(scope, receive, send_identified)
+
+
+def _given_id(scope: Scope) -> bytes:
+    """Return the id that the request's header gives the call; empty if there is none that can be repeated."""
+    values: list[bytes] = [value for name, value in scope.get("headers", ()) if name == _ID_HEADERS[0]]
+    return values[0] if len(values) == 1 and _OUTER_ID.fullmatch(values[0]) else b""
 
 
 class DrainedApp:

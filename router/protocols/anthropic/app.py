@@ -22,7 +22,7 @@ from router.protocols.anthropic.endpoints import Endpoint, error_response, mappe
 from router.protocols.anthropic.errors import error_body
 from router.protocols.anthropic.models import serves_models
 from router.protocols.anthropic.request import MessagesJob, read_messages
-from router.protocols.anthropic.shapes import Fields, MessageWriter, usage_fields
+from router.protocols.anthropic.shapes import PING, Fields, MessageWriter, usage_fields
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel, SequenceReader, keep_prefix
 from router.protocols.fields import ignored_header
@@ -124,7 +124,7 @@ class _Reply(StreamedResponse):
 
     def __init__(self, front: FrontDoor, job: MessagesJob, key: str, prepare: Callable[[], Awaitable[int]]) -> None:
         """`prepare` completes the request, and returns how many tokens of its prompt are kept in the cache."""
-        super().__init__()
+        super().__init__(front.keep_alives, is_stream=job.is_stream)
         self._key = key
         self._front = front
         self._job = job
@@ -143,8 +143,6 @@ class _Reply(StreamedResponse):
         )
 
     async def compute(self, events: EventStream) -> Response | None:
-        own_headers = {"request-id": quote(self._id, safe=""), **ignored_header(self._job.ignored)}
-
         async def prepare() -> None:
             self._num_kept = await self._prepare()
 
@@ -152,10 +150,16 @@ class _Reply(StreamedResponse):
         reader = SequenceReader(self._job.conversation, self._id, 0)
         async with opened as output:
             if not self._job.is_stream:
-                return JSONResponse(await self._whole(output, reader), headers=own_headers)
-            await events.begin(own_headers)
+                return JSONResponse(await self._whole(output, reader), headers=self.own_headers())
+            await events.begin()
             await self._stream(output, reader, events)
         return None
+
+    def own_headers(self) -> dict[str, str]:
+        return {"request-id": quote(self._id, safe=""), **ignored_header(self._job.ignored)}
+
+    def keep_alive(self) -> str:
+        return _lines([PING])
 
     def refusal(self, error: MidstreamError) -> Response:
         """Return an error in Anthropic's format."""

@@ -11,6 +11,8 @@ from router.parsers.events import CallArguments, CallBegin, CallEnd, Event, Reas
 from router.parsers.machine import parse_json
 
 Fields = dict[str, object]
+# An event without meaning, which clients count as activity.
+PING: Fields = {"type": "ping"}
 
 
 class MessageWriter:
@@ -36,7 +38,7 @@ class MessageWriter:
     def begin(self, num_prompt_tokens: int) -> list[Fields]:
         """Return the events that precede all output; the number of cached tokens becomes known only at the end."""
         message = self.message(None, None, usage_fields(Usage(num_prompt_tokens), 0))
-        return [{"type": "message_start", "message": message}, {"type": "ping"}]
+        return [{"type": "message_start", "message": message}, PING]
 
     def add(self, events: Iterable[Event]) -> list[Fields]:
         """Return Anthropic's events for parser events."""

@@ -4,7 +4,8 @@
    (ensemble.py).
 2. The rows run concurrently as native requests. `ModelInfer` responds when all have ended.
 3. `ModelStreamInfer` is decoupled: its requests run concurrently, and every chunk is a response; the last response of a
-   request has the parameter `triton_final_response`. When the client disconnects, all are aborted.
+   request has the parameter `triton_final_response`. While a request waits, it gets responses with an empty text from
+   time to time. When the client disconnects, all are aborted.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any
 
 from grpc.aio import ServicerContext
 
 from midstream import __version__
+from midstream.chunk import Chunk
 from midstream.client.result import Result
 from midstream.errors import (
     ExecutionError,
@@ -220,7 +222,12 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         named = {item.name for item in request.outputs}
         last_is_marked = rows == 1 and not request.parameters[_EMPTY_FINAL].bool_param
         pieces = StreamResponses(self._response(request))
-        with naming_tensors(inputs.keys() | named):
+
+        def beat() -> Coroutine[object, object, None]:
+            tensors = [tensor for tensor in piece_outputs(Chunk(0, 0), index) if tensor.name in wanted]
+            return responses.put(pieces.make(tensors, is_final=False))
+
+        with naming_tensors(inputs.keys() | named), self._front.keep_alives.keep(beat) as stream:
             native = await native_request(inputs, index, rows, self._prompts, named)
             native.request_id = _request_id(request, index, rows)
             async with await self._front.start(native, timeout_s) as output:
@@ -231,7 +238,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                             continue
                         tensors = [tensor for tensor in piece_outputs(chunk, index) if tensor.name in wanted]
                         is_final = last_is_marked and chunk.is_final and not has_failed
-                        await responses.put(pieces.make(tensors, is_final=is_final))
+                        await stream.write(responses.put, pieces.make(tensors, is_final=is_final))
             output.raise_unfinished()
 
     async def _collect(

@@ -26,14 +26,14 @@ from router.protocols.openai.errors import error_body
 from router.protocols.openai.jobs import Job, request_ids
 from router.protocols.openai.positions import Position, event_prefix, read_event_id
 from router.protocols.openai.shapes import usage_fields
-from router.protocols.streaming import EventStream, StreamedResponse, dump
+from router.protocols.streaming import COMMENT, EventStream, StreamedResponse, dump
 
 
 class Reply(StreamedResponse):
     """The response to one job; a dropped connection aborts its requests."""
 
     def __init__(self, front: FrontDoor, job: Job, last_event_id: str | None, kept: KeptRequests) -> None:
-        super().__init__()
+        super().__init__(front.keep_alives, is_stream=job.is_stream)
         self._front = front
         self._prompts = front.runner.prompts
         self._kept = kept
@@ -45,6 +45,7 @@ class Reply(StreamedResponse):
         self._usages: list[Usage] = []
         self._metrics: list[PerfMetrics] = []  # set if there was a prediction
         self._num_reasoning = 0
+        self._has_opened = False
 
     async def compute(self, events: EventStream) -> Response | None:
         """Return the complete response, or write it as events."""
@@ -54,8 +55,8 @@ class Reply(StreamedResponse):
                 # If several calls with this key came at the same time, only the scheduler knows which was first.
                 self._job.created = await self._kept.arrival_time(outputs[0].request_id)
             if not self._job.is_stream:
-                return JSONResponse(await self._whole(outputs), headers=self._own_headers())
-            await events.begin(self._own_headers())
+                return JSONResponse(await self._whole(outputs), headers=self.own_headers())
+            await events.begin()
             await self._stream(outputs, events)
         return None
 
@@ -66,8 +67,20 @@ class Reply(StreamedResponse):
         """Return the events that report the error and end the stream."""
         return f"data: {dump(error_body(error, self._job.names))}\n\ndata: [DONE]\n\n"
 
-    def _own_headers(self) -> dict[str, str]:
+    def own_headers(self) -> dict[str, str]:
         return id_header(self._job.request_id) | ignored_header(self._job.ignored)
+
+    def keep_alive(self) -> str:
+        """Return an event without text of the first choice that has not ended; clients do not count comments."""
+        num_choices = self._job.num_choices
+        running = (
+            number * num_choices + index
+            for number, position in enumerate(self._positions)
+            for index in range(num_choices)
+            if index not in position.ended
+        )
+        shown = next(running, None)
+        return self._event(shown, self._job.shape.empty(shown)) if self._has_opened and shown is not None else COMMENT
 
     async def _open(self, stack: AsyncExitStack) -> list[Output]:
         if self._last_event_id is not None:
@@ -179,11 +192,12 @@ class Reply(StreamedResponse):
         return self._job.shape.prompt(self._job.requests[number].token_ids.values, rows)
 
     async def _stream(self, outputs: list[Output], events: EventStream) -> None:
+        self._has_opened = True
         if not self._is_resumed:
             for index in range(len(outputs) * self._job.num_choices):
                 opening = self._job.shape.opening(index)
                 if opening is not None:
-                    await self._event(events, index, opening, self._prompt_fields(0, None))
+                    await events.write(self._event(index, opening, self._prompt_fields(0, None)))
         if len(outputs) == 1:
             await self._relay(0, outputs[0], events)
         else:
@@ -192,7 +206,7 @@ class Reply(StreamedResponse):
             output.raise_unfinished()
         if self._job.includes_usage:
             await self._count_reasoning()
-            await self._event(events, 0, None)
+            await events.write(self._event(0, None))
         await events.write("data: [DONE]\n\n", more=False)
 
     async def _relay(self, number: int, output: Output, events: EventStream) -> None:
@@ -200,7 +214,7 @@ class Reply(StreamedResponse):
             for chunk in await self._take(number, output):
                 choice = self._choice(number, chunk)
                 if choice is not None:
-                    await self._event(events, number * self._job.num_choices + chunk.sequence_index, choice)
+                    await events.write(self._event(number * self._job.num_choices + chunk.sequence_index, choice))
 
     async def _take(self, number: int, output: Output) -> list[Chunk]:
         """Return the next chunks of a prompt's output."""
@@ -234,14 +248,10 @@ class Reply(StreamedResponse):
             position.characters[index], position.partial[index] = reached
         return part
 
-    async def _event(
-        self,
-        events: EventStream,
-        shown: int,
-        choice: dict[str, object] | None,
-        more: Mapping[str, object] | None = None,
-    ) -> None:
-        """Write the delta of one choice, whose index is `shown`, or the usage; `more` are fields of the event."""
+    def _event(self, shown: int, choice: dict[str, object] | None, more: Mapping[str, object] | None = None) -> str:
+        """Return the event with the delta of one choice, whose index is `shown`, or with the usage; `more` are fields
+        of the event.
+        """
         begin, end = self._around_choices
         choices = "" if choice is None else dump(choice)
         if choice is None or self._job.counts_always:
@@ -249,7 +259,7 @@ class Reply(StreamedResponse):
         if more:
             end = f"{end[:-1]},{dump(more)[1:]}"
         name = self._event_prefix + "/".join(map(str, self._positions))
-        await events.write(f"id: {name}\ndata: {begin}{choices}{end}\n\n")
+        return f"id: {name}\ndata: {begin}{choices}{end}\n\n"
 
     @cached_property
     def _around_choices(self) -> tuple[str, str]:

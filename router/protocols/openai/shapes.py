@@ -94,6 +94,9 @@ class Shape(Protocol):
     def opening(self, index: int) -> dict[str, object] | None:
         """Return the content of a choice's first event, which precedes all output."""
 
+    def empty(self, index: int) -> dict[str, object]:
+        """Return a delta without content, for an event that only keeps the connection open."""
+
     def part(self, index: int, chunk: Chunk) -> dict[str, object] | None:
         """Return a delta of a choice, for one event; None if there is nothing to send."""
 
@@ -134,6 +137,9 @@ class CompletionShape:
     def opening(self, index: int) -> dict[str, object] | None:
         """Return None: there is no content before the output."""
         return None
+
+    def empty(self, index: int) -> dict[str, object]:
+        return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
 
     def part(self, index: int, chunk: Chunk) -> dict[str, object]:
         """Return text and log probabilities."""
@@ -261,6 +267,10 @@ class ChatShape:
     def opening(self, index: int) -> dict[str, object] | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def empty(self, index: int) -> dict[str, object]:
+        # The AI SDK counts only deltas with content as activity.
+        return {"index": index, "delta": {"content": ""}, "logprobs": None, "finish_reason": None}
 
     def part(self, index: int, chunk: Chunk) -> dict[str, object] | None:
         """Return a delta of the message; None while the parser holds back the text."""

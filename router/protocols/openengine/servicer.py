@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Coroutine
 from typing import Any
 
 import grpc
@@ -22,6 +22,7 @@ from protos import loads_pb2, openengine_pb2_grpc, stats_pb2
 from protos import openengine_pb2 as oe
 from router.pipeline.generation import FrontDoor
 from router.pipeline.idempotency import key_of, make_repeatable, request_id_of
+from router.pipeline.keep_alives import KeptStream
 from router.pipeline.request_checks import MAX_LOG_PROBS, check_model
 from router.protocols.openengine.request import native_request
 from router.protocols.openengine.response import Events
@@ -38,15 +39,31 @@ class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
     def __init__(self, front: FrontDoor) -> None:
         self._front = front
 
-    async def Generate(
+    async def Generate(  # type: ignore[override]  # it writes to the context
         self, request: oe.GenerateRequest, context: ServicerContext[Any, Any]
-    ) -> AsyncIterator[oe.GenerateResponse]:
+    ) -> None:
         """Run a request and stream its events."""
         native = native_request(request, context.invocation_metadata() or ())
         key = key_of(context.invocation_metadata() or ())
         if key:
             make_repeatable(native, request_id_of(key, "openengine"))
         request.request_id = native.request_id = native.request_id or uuid.uuid4().hex
+
+        def beat() -> Coroutine[object, object, None]:
+            empty = oe.GenerateResponse(request_id=request.request_id, token=oe.TokenOutput(output_index=0))
+            return context.write(empty)
+
+        with self._front.keep_alives.keep(beat) as stream:
+            await self._relay(request, native, key, stream, context)
+
+    async def _relay(
+        self,
+        request: oe.GenerateRequest,
+        native: pb.GenerateRequest,
+        key: str,
+        stream: KeptStream,
+        context: ServicerContext[Any, Any],
+    ) -> None:
         opened = await self._front.start(native, context.time_remaining(), key)
         # By now the input has been converted to token ids.
         request.token_ids.ids[:] = native.token_ids.values
@@ -57,10 +74,10 @@ class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
                     for chunk in await output.take():
                         if chunk.finish_reason not in (FinishReason.ERROR, FinishReason.DEADLINE):
                             for event in events.of(chunk):
-                                yield event
+                                await stream.write(context.write, event)
             output.raise_failure()
         except MidstreamError as error:
-            yield events.failure(error)
+            await stream.write(context.write, events.failure(error))
 
     def _spell(self, token_id: int) -> str:
         return self._front.runner.prompts.tokenizer.decode([token_id], skip_special_tokens=False)

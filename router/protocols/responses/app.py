@@ -91,6 +91,7 @@ class ResponsesApi:
 
     def __init__(self, front: FrontDoor, bodies: BodyReader, chat: ChatModel, kept: KeptRequests, ttl_s: int) -> None:
         """`ttl_s` is how long a response is stored."""
+        self.keep_alives = front.keep_alives
         self._front = front
         self._folder = front.runner.model
         self._prompts = front.runner.prompts
@@ -335,7 +336,7 @@ class _Reply(StreamedResponse):
         self, api: ResponsesApi, stored: StoredResponse, native: pb.GenerateRequest | None, after: int = -1
     ) -> None:
         """`native` is the request to start, None for a stored response; `after` is the last event that was received."""
-        super().__init__()
+        super().__init__(api.keep_alives, is_stream=stored.job.is_stream)
         self._api = api
         self._stored = stored
         self._native = native
@@ -344,13 +345,20 @@ class _Reply(StreamedResponse):
 
     async def compute(self, events: EventStream) -> Response | None:
         output = await self._api.open(self._stored, self._native)
-        own_headers = id_header(self._stored.response_id) | ignored_header(self._stored.job.ignored)
         if not self._stored.job.is_stream:
-            return JSONResponse(await self._whole(output), headers=own_headers)
+            return JSONResponse(await self._whole(output), headers=self.own_headers())
         async with output:
-            await events.begin(own_headers)
+            await events.begin()
             await self._stream(output, events)
         return None
+
+    def own_headers(self) -> dict[str, str]:
+        return id_header(self._stored.response_id) | ignored_header(self._stored.job.ignored)
+
+    def keep_alive(self) -> str:
+        """Return an event that repeats the number of the last one, so that it does not change where to resume."""
+        event = {"type": "keepalive", "sequence_number": self._last}
+        return f"event: keepalive\ndata: {dump(event)}\n\n" if self._last >= 0 else super().keep_alive()
 
     def refusal(self, error: MidstreamError) -> Response:
         return error_response(error, self._stored.job.names, self._stored.response_id)
