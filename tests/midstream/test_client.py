@@ -29,6 +29,7 @@ from midstream.client import (
 from midstream.errors import (
     AbortedError,
     DeadlineError,
+    ExecutionError,
     InvalidArgumentError,
     NotFoundError,
     OverloadedError,
@@ -172,6 +173,66 @@ async def test_a_refusal_is_raised_and_not_tried_again() -> None:
         with pytest.raises(OverloadedError, match="full"):
             await client.generate("w").result()
         assert len(router.calls) == 1
+
+
+async def test_a_status_internal_of_a_proxy_is_a_lost_router_but_the_services_own_is_an_error() -> None:
+    async with serving(0, 2, 3) as (router, address), AsyncClient(address) as client:
+        # nginx ends the call of a lost router with RST_STREAM, which gRPC reports like this, without metadata.
+        router.error = (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2")
+        stream = client.generate("w")
+        assert await stream.text() == LETTERS
+        assert router.calls == [("generate", 0), ("generate", 0), ("resume", 2), ("resume", 5)]
+    async with serving(2, kind=Failing) as (router, address), AsyncClient(address) as client:
+        with pytest.raises(ExecutionError, match="internal error"):
+            await client.generate("w").result()
+        assert len(router.calls) == 1
+
+
+@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
+async def test_no_status_matters_after_the_final_chunk(code: grpc.StatusCode) -> None:
+    async with serving(kind=BrokenAtEnd) as (router, address), AsyncClient(address) as client:
+        router.error = (code, "the connection is gone")
+        result = await client.generate("w").result()
+        assert (result.text, len(router.calls)) == (LETTERS, 1)
+
+
+async def test_messages_without_output_are_not_returned_but_show_that_the_router_lives() -> None:
+    async with serving(kind=CutOff) as (router, address), AsyncClient(address, unavailable_timeout_s=0.3) as client:
+        chunks = [chunk async for chunk in client.generate("w", request_id="r")]
+    assert "".join(chunk.text for chunk in chunks) == LETTERS
+    assert all(chunk.token_ids for chunk in chunks)
+    # Each call was cut off after 0.2 s; without the messages, the client would have given up after the second.
+    assert router.calls == [("generate", 0)] * 4
+
+
+class Failing(Router):
+    """A router with a defect."""
+
+    async def _spell(self, start: int, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        yield letters(start, start + 1)
+        raise ZeroDivisionError
+
+
+class BrokenAtEnd(Router):
+    """A router whose connection breaks between the final chunk and the status."""
+
+    async def _spell(self, start: int, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        yield letters(start, len(LETTERS))
+        await context.abort(*self.error)
+
+
+class CutOff(Router):
+    """A router whose first three calls only wait, until a proxy cuts them off."""
+
+    async def _spell(self, start: int, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        if len(self.calls) > 3:
+            async for letter in super()._spell(start, context):
+                yield letter
+            return
+        for _ in range(4):
+            yield pb.GenerateResponse(token_offset=start, is_keep_alive=True)
+            await asyncio.sleep(0.05)
+        await context.abort(grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2")
 
 
 class Silent(Router):

@@ -33,6 +33,7 @@ from router.pipeline.detokenizer_pool import DetokenizerPool
 from router.pipeline.embedder import Embedder
 from router.pipeline.gen_ai_metrics import GenAiMetrics
 from router.pipeline.generation import FrontDoor, Runner
+from router.pipeline.keep_alives import KeepAlives
 from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.message_slots import MessageSlots
 from router.pipeline.metrics import RouterMetrics
@@ -156,6 +157,7 @@ class Cluster:
         authenticator: Authenticator | None = None,
         chat: ChatModel | None = None,
         gen_ai: GenAiMetrics | None = None,
+        keepalive_interval_s: float = 0.0,
     ) -> Part:
         authenticator, watchers = authenticator or Authenticator(), watcher_limits()
         cells = Cells(self.scheduler_address, self.links, unavailable_timeout_s)
@@ -181,7 +183,13 @@ class Cluster:
         )
         metrics = Metrics()
         quotas, router_id = Quotas(metrics), f"router-{len(self.runners)}"
-        front = FrontDoor(runner, RouterMetrics(metrics, gen_ai=gen_ai), server.draining, quotas=quotas)
+        front = FrontDoor(
+            runner,
+            RouterMetrics(metrics, gen_ai=gen_ai),
+            server.draining,
+            quotas=quotas,
+            keep_alives=KeepAlives(keepalive_interval_s),
+        )
         status = StatusFeed(
             cells,
             self.folder.name,

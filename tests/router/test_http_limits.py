@@ -524,3 +524,46 @@ async def test_large_bodies_of_a_client_are_parsed_one_at_a_time_beside_the_even
         assert await asyncio.gather(*large) == [1, 1, 1]
     assert not two_at_once.is_set()
     assert threading.main_thread().name not in threads
+
+
+async def test_a_response_without_a_length_ends_with_the_connection_in_http_1_0() -> None:
+    port = HttpPort(echo, "127.0.0.1", 0)
+    port.start()
+    try:
+        answer, _ = await exchange(port.port, b"GET / HTTP/1.0\r\nHost: a\r\nConnection: keep-alive\r\n\r\n")
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert body == b"piecepiecepiece"
+        assert b"transfer-encoding" not in head
+        assert b"connection: close" in head
+        chunked, _ = await exchange(port.port, b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        assert b"transfer-encoding: chunked" in chunked
+    finally:
+        await port.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("given", "repeated"),
+    [
+        (b"X-Request-Id: 7f/a=b", b"7f/a=b"),
+        (b"x-request-id: " + b"i" * 128, b"i" * 128),
+        (b"X-Request-Id: " + b"i" * 129, None),
+        (b"X-Request-Id: two words", None),
+        (b"X-Request-Id: caf\xc3\xa9", None),
+        (b"X-Request-Id: a\r\nX-Request-Id: b", None),
+        (b"X-Other: a", None),
+    ],
+)
+async def test_the_id_that_a_call_brings_is_that_of_its_response(given: bytes, repeated: bytes | None) -> None:
+    async def own_id(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"0"), (b"X-Request-ID", b"own")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+    port = HttpPort(own_id, "127.0.0.1", 0)
+    port.start()
+    try:
+        answer, _ = await exchange(port.port, b"GET / HTTP/1.0\r\nHost: a\r\n%s\r\n\r\n" % given)
+    finally:
+        await port.stop(0)
+    lines = [line for line in answer.split(b"\r\n") if line.lower().startswith(b"x-request-id:")]
+    assert [line.partition(b": ")[2] for line in lines] == [repeated or b"own"]
