@@ -209,9 +209,7 @@ def _event(kind: str, **fields: Any) -> str:
 
 def _chat(delta: dict[str, str], reason: str | None = None) -> str:
     choice = {"index": 0, "delta": delta, "finish_reason": reason}
-    return _data(
-        {"id": "c1", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]}
-    )
+    return _data({"id": "c1", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]})
 
 
 def _completion(text: str, reason: str | None = None) -> str:
@@ -308,9 +306,7 @@ def _messages() -> Api:
 
     still_running = {"stop_reason": None, "stop_sequence": None}
     return Api(
-        opening=(
-            _event("message_start", message=message),
-        ),
+        opening=(_event("message_start", message=message),),
         texts=(
             _event("content_block_start", index=0, content_block={"type": "text", "text": ""}) + delta(TEXT[0]),
             delta(TEXT[1]),

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from midstream.client import AsyncClient
 from tests.faults.processes import Processes, running_processes
-from tests.proxies.proxy import PROGRAMS, Program, Proxy, running
+from tests.proxies.proxy import IS_REQUIRED, PROGRAMS, Program, Proxy, running
 
 # Steps that a worker still computes while the file `hold` exists.
 NUM_HELD_STEPS = 60
@@ -16,28 +16,35 @@ FLAGS = ("--worker-progress-timeout-ms", "600000", "--no-worker-timeout-s", "360
 
 
 @pytest.fixture(scope="package")
-def hold(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hold_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a path; while there is a file, workers pause after NUM_HELD_STEPS."""
     return tmp_path_factory.mktemp("hold") / "hold"
 
 
+@pytest.fixture
+def hold(hold_path: Path) -> Iterator[Callable[[], None]]:
+    """Let workers pause after NUM_HELD_STEPS; return the function that lets them continue."""
+    hold_path.touch()
+    yield hold_path.unlink
+    hold_path.unlink(missing_ok=True)
+
+
 @pytest.fixture(scope="package")
-def shared(tmp_path_factory: pytest.TempPathFactory, hold: Path) -> Iterator[Processes]:
-    """Start two of each component, with fake workers and keep-alives every second."""
-    workers = ("--hold", str(hold), "--hold-after", str(NUM_HELD_STEPS))
-    routers = ("--keepalive-interval-s", "1")
+def shared(tmp_path_factory: pytest.TempPathFactory, hold_path: Path) -> Iterator[Processes]:
+    """Start two of each component, with fake workers; keep-alives suit the limits in test_waiting_streams.py."""
+    workers = ("--hold", str(hold_path), "--hold-after", str(NUM_HELD_STEPS))
+    routers = () if IS_REQUIRED else ("--keepalive-interval-s", "1")
     folder = tmp_path_factory.mktemp("processes")
     with running_processes(folder, *FLAGS, worker_flags=workers, router_flags=routers) as processes:
         yield processes
 
 
 @pytest.fixture
-async def processes(shared: Processes, hold: Path) -> AsyncIterator[Processes]:
+async def processes(shared: Processes) -> Processes:
     """Return the service with all processes running and idle; restart those that an earlier test killed."""
     async with AsyncClient(shared.routers) as client:
         await shared.make_whole(client)
-    yield shared
-    hold.unlink(missing_ok=True)
+    return shared
 
 
 @pytest.fixture(params=PROGRAMS, ids=lambda program: program.name)

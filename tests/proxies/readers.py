@@ -1,4 +1,4 @@
-"""Readers of one stream through a proxy, for each API: each calls again, as its API allows, until the stream is whole."""
+"""Readers of one stream through a proxy, for each API; each calls again, as its API allows, until it has all text."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import grpc.aio
 import httpx2
 import openai
 
+from midstream.client import AsyncClient, SamplingParams
+from midstream.errors import MidstreamError
 from midstream.rpc.serving import open_channel
 from protos import kserve_pb2, kserve_pb2_grpc
 from tests.integration.api_clients import plain_http, texts_of
@@ -29,21 +31,38 @@ TIMEOUT_S = 1800.0
 _RETRY_S = 0.1
 
 
+class StreamCutError(Exception):
+    """A stream of a reader that does not call again ended too early."""
+
+
 @dataclass
 class Reader:
     """One stream.
 
     Attributes:
         num_tokens: Number of tokens of its output.
+        calls_again: Whether to call again after an error.
         text: The text so far.
         breaks: Descriptions of the errors that ended calls before the end of the stream.
     """
 
     proxy: Proxy
     num_tokens: int
+    calls_again: bool = True
     text: str = ""
     breaks: list[str] = field(default_factory=list)
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    async def broke(self, description: str) -> None:
+        """Record an error; return when the call should be repeated.
+
+        Raises:
+            StreamCutError: The reader does not call again.
+        """
+        self.breaks.append(description)
+        if not self.calls_again:
+            raise StreamCutError(description)
+        await asyncio.sleep(_RETRY_S)
 
 
 Read = Callable[[Reader], Awaitable[None]]
@@ -71,8 +90,8 @@ async def _read_events(
                 async with client.stream(
                     "POST", reader.proxy.url + path, json=body | {"stream": True}, headers=headers
                 ) as response:
-                    if response.status_code >= httpx2.codes.INTERNAL_SERVER_ERROR:
-                        reader.breaks.append(f"status {response.status_code}")
+                    if response.is_server_error:
+                        await reader.broke(f"status {response.status_code}")
                         continue
                     response.raise_for_status()
                     # If this is announced, Node.js 20 takes a stream that is cut for a complete one.
@@ -89,10 +108,9 @@ async def _read_events(
                             assert "error" not in fields, fields
                             reader.text += "".join(text_of(choice) for choice in fields["choices"])
                             headers["last-event-id"] = event_id
-                    reader.breaks.append("the stream ended without [DONE]")
+                    await reader.broke("the stream ended without [DONE]")
             except httpx2.TransportError as error:
-                reader.breaks.append(f"{type(error).__name__}: {error}")
-            await asyncio.sleep(_RETRY_S)
+                await reader.broke(f"{type(error).__name__}: {error}")
 
 
 async def read_response(reader: Reader, *, is_background: bool = False) -> None:
@@ -121,11 +139,11 @@ async def read_response(reader: Reader, *, is_background: bool = False) -> None:
                     reader.text += event.delta if event.type == "response.output_text.delta" else ""
                 if events[-1].type in ("response.incomplete", "response.completed"):
                     return
-                reader.breaks.append("the stream ended before the response")
+                await reader.broke("the stream ended before the response")
             except (openai.InternalServerError, openai.APIConnectionError) as error:
-                reader.breaks.append(f"{type(error).__name__}: {error}")
+                await reader.broke(f"{type(error).__name__}: {error}")
             except openai.APIError as error:  # an `error` event
-                reader.breaks.append(f"{type(error).__name__}: {error}")
+                await reader.broke(f"{type(error).__name__}: {error}")
 
 
 async def read_background_response(reader: Reader) -> None:
@@ -151,7 +169,7 @@ async def read_message(reader: Reader) -> None:
                     await stream.get_final_message()
                     return
             except (anthropic.InternalServerError, anthropic.APIConnectionError, httpx2.TransportError) as error:
-                reader.breaks.append(f"{type(error).__name__}: {error}")
+                await reader.broke(f"{type(error).__name__}: {error}")
 
 
 async def read_kserve(reader: Reader) -> None:
@@ -178,9 +196,23 @@ async def read_kserve(reader: Reader) -> None:
                         reader.text += "".join(texts_of(data)) if output.name == "text_output" else ""
                     if response.parameters["triton_final_response"].bool_param:
                         return
-                reader.breaks.append("the stream ended without a final response")
+                await reader.broke("the stream ended without a final response")
             except grpc.aio.AioRpcError as error:
-                reader.breaks.append(f"{error.code().name}: {error.details()}")
+                await reader.broke(f"{error.code().name}: {error.details()}")
+
+
+async def read_native(reader: Reader) -> None:
+    """Read with our client, which resumes by itself."""
+    sampling = SamplingParams(max_tokens=reader.num_tokens, temperature=0.0, ignore_eos=True)
+    async with AsyncClient(reader.proxy.address) as client:
+        stream = client.generate(PROMPT, sampling=sampling)
+        try:
+            async for chunk in stream:
+                reader.text += chunk.text
+        except MidstreamError as error:
+            await reader.broke(f"{type(error).__name__}: {error}")
+        if stream.num_resumes and not reader.calls_again:
+            await reader.broke(f"resumed {stream.num_resumes} times")
 
 
 READERS: dict[str, Read] = {

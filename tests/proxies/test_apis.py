@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -34,10 +34,9 @@ def expected(shared: Processes) -> dict[str, str]:
 
 
 async def test_every_stream_can_be_made_whole(
-    processes: Processes, proxy: Proxy, program: Program, expected: dict[str, str], hold: Path
+    processes: Processes, proxy: Proxy, program: Program, expected: dict[str, str], hold: Callable[[], None]
 ) -> None:
     readers = {name: Reader(proxy, NUM_TOKENS) for name in READERS}
-    hold.touch()
     async with asyncio.TaskGroup() as group:
         for name, read in READERS.items():
             group.create_task(read(readers[name]))
@@ -46,7 +45,7 @@ async def test_every_stream_can_be_made_whole(
             await processes.kill(f"router-{number}")
             processes.start(f"router-{number}")
             await processes.stand()
-        hold.unlink()
+        hold()
     for name, reader in readers.items():
         print(f"{program.name} {name}: {reader.breaks}")
         assert reader.text == expected[name]

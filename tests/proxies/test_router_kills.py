@@ -1,6 +1,6 @@
 """Routers are killed one after the other behind a proxy, in the middle of streams.
 
-With MIDSTREAM_ALL_PROXY_TESTS=1 (`make test-proxies`), 100 are killed behind each proxy.
+With ALL_PROXY_TESTS=1 (`make test-proxies`), 100 are killed behind each proxy.
 """
 
 from __future__ import annotations
