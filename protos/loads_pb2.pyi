@@ -275,6 +275,10 @@ class CellLoad(google.protobuf.message.Message):
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
     NUM_FREE_BLOCKS_FIELD_NUMBER: builtins.int
     NUM_QUEUED_TOKENS_FIELD_NUMBER: builtins.int
+    TOKENS_PER_BLOCK_FIELD_NUMBER: builtins.int
+    RUNNING_LORAS_FIELD_NUMBER: builtins.int
+    WAITING_LORAS_FIELD_NUMBER: builtins.int
+    MAX_LORAS_FIELD_NUMBER: builtins.int
     cell: builtins.str
     scheduler_epoch: builtins.int
     num_running_requests: builtins.int
@@ -284,6 +288,15 @@ class CellLoad(google.protobuf.message.Message):
     num_free_blocks: builtins.int
     num_queued_tokens: builtins.int
     """Number of prompt tokens waiting for their context phase."""
+    tokens_per_block: builtins.int
+    max_loras: builtins.int
+    """Number of adapters that every worker group can use at once."""
+    @property
+    def running_loras(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of the adapters of running and of waiting requests, sorted."""
+
+    @property
+    def waiting_loras(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
         *,
@@ -295,8 +308,12 @@ class CellLoad(google.protobuf.message.Message):
         num_blocks: builtins.int = ...,
         num_free_blocks: builtins.int = ...,
         num_queued_tokens: builtins.int = ...,
+        tokens_per_block: builtins.int = ...,
+        running_loras: collections.abc.Iterable[builtins.str] | None = ...,
+        waiting_loras: collections.abc.Iterable[builtins.str] | None = ...,
+        max_loras: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cell", b"cell", "max_num_queued_requests", b"max_num_queued_requests", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_queued_requests", b"num_queued_requests", "num_queued_tokens", b"num_queued_tokens", "num_running_requests", b"num_running_requests", "scheduler_epoch", b"scheduler_epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cell", b"cell", "max_loras", b"max_loras", "max_num_queued_requests", b"max_num_queued_requests", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_queued_requests", b"num_queued_requests", "num_queued_tokens", b"num_queued_tokens", "num_running_requests", b"num_running_requests", "running_loras", b"running_loras", "scheduler_epoch", b"scheduler_epoch", "tokens_per_block", b"tokens_per_block", "waiting_loras", b"waiting_loras"]) -> None: ...
 
 global___CellLoad = CellLoad
 

@@ -91,7 +91,7 @@ async def serve(config: RouterConfig) -> None:
     cells = Cells(config.schedulers, links, config.unavailable_timeout_s)
     prompts = PromptBuilder(folder, config.num_tokenizer_threads, cells.encode_image)
     chat = ChatModel.of(folder, prompts.tokenizer, config.tool_parser, config.reasoning_parser)
-    progress, metrics = Progress(), Metrics()
+    progress, metrics = Progress(), Metrics(folder.name)
     tracer = Tracer.from_config(config, "router")
     pool = DetokenizerPool(config.detokenizers, links)
     runner = Runner(config, folder, prompts, cells, pool)
@@ -120,7 +120,7 @@ async def serve(config: RouterConfig) -> None:
     router_id = config.name or f"{socket.gethostname()}-{os.getpid()}"
     limits = StreamLimits(config.max_concurrent_streams, config.max_streams_per_client)
     metrics.gauge("num_open_streams", "Open client streams.").set_function(lambda: limits.num_open)
-    traces = RequestTraces(tracer, config.trace_ratio) if tracer is not None else None
+    traces = RequestTraces(tracer, config.trace_ratio, folder.name) if tracer is not None else None
     gen_ai = GenAiMetrics.from_config(config, folder.name)
     seen = RouterMetrics(metrics, logs_requests=config.access_log, gen_ai=gen_ai)
     quotas = Quotas(metrics)

@@ -80,7 +80,7 @@ class SchedulerService:
         )
         self.clock = SteadyClock()
         self.progress = Progress()
-        self.metrics = Metrics()
+        self.metrics = Metrics(self.model.name)
         self._tls = Tls.from_config(config)
         self.server = Server(
             SERVICE_NAME,

@@ -147,7 +147,9 @@ class TimeHistogram(Collector):
 class Metrics:
     """Prometheus metrics of the process, named `midstream:NAME`; those that gateways expect also have vLLM's names."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str = "") -> None:
+        """`model` is the label `model_name` of the metrics with vLLM's names."""
+        self._model = model
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
 
@@ -173,13 +175,16 @@ class Metrics:
         for family in self.registry.collect():
             yield family
             if family.name in ALIASED:
-                yield _alias(family)
+                yield self._alias(family)
 
-
-def _alias(family: Metric) -> Metric:
-    copy = Metric(family.name.replace(PREFIX, ALIAS_PREFIX, 1), family.documentation, family.type, family.unit)
-    copy.samples = [sample._replace(name=sample.name.replace(PREFIX, ALIAS_PREFIX, 1)) for sample in family.samples]
-    return copy
+    def _alias(self, family: Metric) -> Metric:
+        copy = Metric(family.name.replace(PREFIX, ALIAS_PREFIX, 1), family.documentation, family.type, family.unit)
+        named = {"model_name": self._model} if self._model else {}
+        copy.samples = [
+            sample._replace(name=sample.name.replace(PREFIX, ALIAS_PREFIX, 1), labels=named | sample.labels)
+            for sample in family.samples
+        ]
+        return copy
 
 
 # A page returns (status, content type, body).

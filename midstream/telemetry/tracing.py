@@ -38,7 +38,8 @@ _SAMPLED = 1
 _MAX_QUEUED_SPANS, _MAX_BATCH, _SEND_INTERVAL_MS, _SEND_TIMEOUT_S = 65_536, 2_048, 500, 3.0
 _CLOSE_TIMEOUT_S = 5.0
 
-Attributes = Mapping[str, str | int | float | bool]
+Attribute = str | int | float | bool | Sequence[str]
+Attributes = Mapping[str, Attribute]
 
 
 @dataclass(frozen=True, slots=True)

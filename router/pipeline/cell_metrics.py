@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from midstream.telemetry import ALIAS_PREFIX
+from midstream.telemetry.picker_metrics import UsedLoras, cache_config_info, lora_requests_info
 from protos import loads_pb2
 
 _LABELS = ("model_name",)
@@ -43,6 +44,14 @@ class CellMetrics(Collector):
         yield self._gauge(
             "kv_cache_usage_perc", "Fraction of all cells' KV blocks that is held.", num_held / max(num_blocks, 1)
         )
+        tokens_per_block = max((load.tokens_per_block for load in loads), default=0)
+        yield cache_config_info(ALIAS_PREFIX, tokens_per_block, num_blocks, model_name=self._model)
+        used = UsedLoras(
+            sorted({name for load in loads for name in load.running_loras}),
+            sorted({name for load in loads for name in load.waiting_loras}),
+            sum(load.max_loras for load in loads),
+        )
+        yield lora_requests_info(ALIAS_PREFIX, used, model_name=self._model)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(ALIAS_PREFIX + name, text, labels=_LABELS)

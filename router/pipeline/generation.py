@@ -22,13 +22,14 @@ that opened it is cancelled, to interrupt the blocked write.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import secrets
 import time
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -464,6 +465,7 @@ class Output:
         self._last: float | None = None
         self._num_tokens = self._num_first = 0
         self._end: Chunk | None = None
+        self._reasons: dict[int, str] = {}
         self._span = span
         self._operation = operation
         self._admission = admission
@@ -507,7 +509,7 @@ class Output:
         self._release()
         self._admission.release(is_left=not self.is_final and self._generation.may_continue)
         if self._span is not None:
-            self._span.end(self._end, error)
+            self._span.end(self._end, error, [reason for _, reason in sorted(self._reasons.items())])
         cancelled = isinstance(error, asyncio.CancelledError)
         self._generation.close(abort=cancelled and not self._draining.is_set())
         if cancelled and self._generation.stream.overflowed:
@@ -544,6 +546,8 @@ class Output:
 
     def _observe(self, chunk: Chunk, now: float) -> None:
         num_tokens, metrics = len(chunk.token_ids), self._metrics
+        if chunk.finish_reason is not None and self._span is not None:
+            self._reasons[chunk.sequence_index] = str(chunk.finish_reason)
         if self._last is None:
             self._first, self._num_first = now, num_tokens
             metrics.first_token.observe(now - self._arrival)
@@ -620,8 +624,9 @@ class FrontDoor:
         if background is not None:
             request.priority = min(request.priority, background.priority)
             timeout_s = max(background.until - time.time(), 0.0)
-        admission, release = self._admit(caller, caller.scope(request_id))
-        span = self._traces.begin("router.generate", request_id) if self._traces is not None else None
+        with self.counting_failures(operation):
+            admission, release = self._admit(caller, caller.scope(request_id))
+        span = self._traces.begin(operation, request) if self._traces is not None else None
         request.trace_parent = str(span.span) if span is not None else ""
         try:
             deadline = _deadline(request, timeout_s)
@@ -641,6 +646,7 @@ class FrontDoor:
             admission.release()
             if span is not None:
                 span.end(None, error)
+            self._count_failure(operation, arrival, error)
             raise
         if span is not None:
             span.note("submitted")
@@ -648,6 +654,21 @@ class FrontDoor:
         return Output(
             request_id, generation, self._metrics, self.draining, release, admission, arrival, span, operation
         )
+
+    @contextlib.contextmanager
+    def counting_failures(self, operation: str) -> Iterator[None]:
+        """Count a failure in this context, which comes before the start of a request, as one of the operation."""
+        arrival = time.monotonic()
+        try:
+            yield
+        except MidstreamError as error:
+            self._count_failure(operation, arrival, error)
+            raise
+
+    def _count_failure(self, operation: str, arrival: float, error: BaseException) -> None:
+        if self._metrics.gen_ai is not None and not isinstance(error, asyncio.CancelledError):
+            duration_s = time.monotonic() - arrival
+            self._metrics.gen_ai.record(operation, duration_s, None, None, type(error).__name__)
 
     async def run_unstarted(self, request: pb.GenerateRequest, work: Callable[[], Awaitable[_T]]) -> _T:
         """Run `work`, which processes a prompt without starting its request, and return the result.
@@ -698,7 +719,7 @@ class FrontDoor:
         generation = self.runner.resume(request_id, from_token, from_token_by_sequence, timeout_s, _canceller())
         caller = current_caller.get()
         release, admission = self._limits.take(caller.name), self._quotas.resume(caller, generation.request_id)
-        span = self._traces.begin("router.resume", request_id) if self._traces is not None else None
+        span = self._traces.resume(request_id) if self._traces is not None else None
         return Output(request_id, generation, self._metrics, self.draining, release, admission, span=span)
 
     async def abort(self, request_id: str) -> bool:

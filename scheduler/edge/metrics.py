@@ -9,6 +9,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from midstream.telemetry import PREFIX
+from midstream.telemetry.picker_metrics import UsedLoras, cache_config_info, lora_requests_info
 from scheduler.core.core import SchedulerCore
 from scheduler.core.stats import LATENCY_BUCKETS_S, Histogram
 from scheduler.edge.dispatch import Dispatcher
@@ -55,10 +56,8 @@ class SchedulerCollector(Collector):
             ("num_images_running", "Images that workers are encoding.", self._images.num_running),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value)
-        info = GaugeMetricFamily(PREFIX + "cache_config_info", "The KV cache.", labels=("block_size", "num_gpu_blocks"))
-        info.add_metric((str(core.config.tokens_per_block), str(num_blocks)), 1.0)
-        yield info
-        yield lora_requests(core)
+        yield cache_config_info(PREFIX, core.config.tokens_per_block, num_blocks)
+        yield lora_requests_info(PREFIX, used_loras(core))
 
     def _counters(self) -> Iterator[Metric]:
         totals, dispatcher, images, journal = self._core.totals, self._dispatcher, self._images, self._journal
@@ -105,16 +104,13 @@ class SchedulerCollector(Collector):
         yield finished
 
 
-def lora_requests(core: SchedulerCore) -> Metric:
-    """Return the info metric with the adapters of running and waiting requests, in the format that gateways expect."""
+def used_loras(core: SchedulerCore) -> UsedLoras:
+    """Return the adapters of running and waiting requests. Thread-safe."""
     groups = core.groups
     running = {request.spec.lora_name for group in groups for request in list(group.active)}
     waiting = {request.spec.lora_name for request in list(core.queue)}
     most = min((group.registration.max_loras for group in groups), default=0)
-    names = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
-    info = GaugeMetricFamily(PREFIX + "lora_requests_info", "Adapters of running and waiting requests.", labels=names)
-    info.add_metric((str(most), *(",".join(sorted(found - {""})) for found in (running, waiting))), 1.0)
-    return info
+    return UsedLoras(tuple(sorted(running - {""})), tuple(sorted(waiting - {""})), most)
 
 
 def _histogram(name: str, text: str, histogram: Histogram) -> Metric:

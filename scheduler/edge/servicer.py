@@ -34,6 +34,7 @@ from scheduler.edge.images import Images
 from scheduler.edge.kept_requests import KeptRequests
 from scheduler.edge.ledger import Ledger
 from scheduler.edge.lora_registry import Adapters
+from scheduler.edge.metrics import used_loras
 from scheduler.edge.status import CellStatusReport, detokenizer_infos
 from scheduler.edge.submissions import Submissions
 from scheduler.journal import LoadedAdapter
@@ -259,6 +260,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
 
     async def GetLoads(self, request: loads_pb2.GetLoadsRequest, context: object) -> loads_pb2.GetLoadsResponse:
         core = self._engine.core
+        used = used_loras(core)
         load = loads_pb2.CellLoad(
             cell=self._cell,
             scheduler_epoch=core.config.scheduler_epoch,
@@ -268,6 +270,10 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
             num_blocks=sum(group.blocks.num_blocks * group.units_per_block for group in core.groups),
             num_free_blocks=sum(group.blocks.num_available * group.units_per_block for group in core.groups),
             num_queued_tokens=core.queue.num_tokens + sum(group.num_context_tokens for group in core.groups),
+            tokens_per_block=core.config.tokens_per_block,
+            running_loras=used.running,
+            waiting_loras=used.waiting,
+            max_loras=used.max_loras,
         )
         return loads_pb2.GetLoadsResponse(cells=[load])
 

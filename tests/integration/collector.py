@@ -12,6 +12,7 @@ import grpc
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as pb_grpc
+from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 
@@ -26,8 +27,11 @@ class Span:
     parent_id: str
     start_ns: int
     end_ns: int
-    attributes: dict[str, str | int]
+    attributes: dict[str, str | int | float | list[str]]
     error: str
+    is_error: bool
+    events: list[str]
+    kind: int
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,11 @@ class Collector(pb_grpc.TraceServiceServicer):
             found = [span for span in self._spans if span.trace_id == trace_id]
         return sorted(found, key=lambda span: span.start_ns)
 
+    def all_spans(self) -> list[Span]:
+        """Return all spans received so far."""
+        with self._has_news:
+            return list(self._spans)
+
     def await_spans(
         self, trace_id: str, is_whole: Callable[[Sequence[Span]], bool], timeout_s: float = 60
     ) -> list[Span]:
@@ -109,7 +118,7 @@ class Collector(pb_grpc.TraceServiceServicer):
 
 
 def _span(service: str, item: trace_pb2.Span) -> Span:
-    values = {entry.key: entry.value.string_value or entry.value.int_value for entry in item.attributes}
+    values = {entry.key: _value(entry.value) for entry in item.attributes}
     return Span(
         service,
         item.name,
@@ -120,4 +129,15 @@ def _span(service: str, item: trace_pb2.Span) -> Span:
         item.end_time_unix_nano,
         values,
         item.status.message,
+        item.status.code == trace_pb2.Status.STATUS_CODE_ERROR,
+        [event.name for event in item.events],
+        item.kind,
     )
+
+
+def _value(value: common_pb2.AnyValue) -> str | int | float | list[str]:
+    kind = value.WhichOneof("value")
+    if kind == "array_value":
+        return [entry.string_value for entry in value.array_value.values]
+    found: str | int | float = getattr(value, str(kind))
+    return found

@@ -351,8 +351,9 @@ def get(port: int, path: str) -> tuple[int, str]:
 
 
 def test_metrics_and_health_over_http() -> None:
-    metrics = Metrics()
+    metrics = Metrics("m")
     progress = Progress()
+    metrics.histogram("e2e_request_latency_seconds", "Latency.").observe(2.0)
     metrics.gauge("num_requests_running", "Running requests.").set(3)
     metrics.counter("request_success", "Finished requests.", ("finished_reason",)).labels("stop").inc()
     metrics.gauge("num_attached_streams", "Streams.").set(5)
@@ -362,8 +363,12 @@ def test_metrics_and_health_over_http() -> None:
         status, text = get(server.port, "/metrics")
         assert status == 200
         lines = text.splitlines()
-        assert {"midstream:num_requests_running 3.0", "vllm:num_requests_running 3.0"} <= set(lines)
-        assert 'vllm:request_success_total{finished_reason="stop"} 1.0' in lines
+        named = 'vllm:num_requests_running{model_name="m"} 3.0'
+        assert {"midstream:num_requests_running 3.0", named} <= set(lines)
+        assert 'vllm:request_success_total{finished_reason="stop",model_name="m"} 1.0' in lines
+        assert 'midstream:request_success_total{finished_reason="stop"} 1.0' in lines
+        assert 'vllm:e2e_request_latency_seconds_bucket{le="60.0",model_name="m"} 1.0' in lines
+        assert 'vllm:e2e_request_latency_seconds_count{model_name="m"} 1.0' in lines
         assert "midstream:num_attached_streams 5.0" in lines
         assert not any(line.startswith("vllm:num_attached_streams") for line in lines)
         assert get(server.port, "/health") == (200, '{"status": "SERVING", "stalled": []}')

@@ -39,6 +39,7 @@ from router.pipeline.message_slots import MessageSlots
 from router.pipeline.metrics import RouterMetrics
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.quotas import Quotas
+from router.pipeline.request_traces import RequestTraces
 from router.pipeline.stream_limits import CallLimits, admit_within, watcher_limits
 from router.protocols import add_servicers
 from router.protocols.anthropic.app import MessagesApi, refuse
@@ -158,6 +159,7 @@ class Cluster:
         chat: ChatModel | None = None,
         gen_ai: GenAiMetrics | None = None,
         keepalive_interval_s: float = 0.0,
+        traces: RequestTraces | None = None,
     ) -> Part:
         authenticator, watchers = authenticator or Authenticator(), watcher_limits()
         cells = Cells(self.scheduler_address, self.links, unavailable_timeout_s)
@@ -187,6 +189,7 @@ class Cluster:
             runner,
             RouterMetrics(metrics, gen_ai=gen_ai),
             server.draining,
+            traces=traces,
             quotas=quotas,
             keep_alives=KeepAlives(keepalive_interval_s),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+import time
 
 import pytest
 from hypothesis import given
@@ -137,10 +138,19 @@ async def make_cells(*names: str) -> Cells:
 async def test_the_load_of_cells_that_are_up_is_exported_under_the_names_that_gateways_read() -> None:
     cells = await make_cells("a:1", "b:1", "c:1")
     loads = (
-        CellLoad(num_running_requests=3, num_queued_requests=4, num_blocks=100, num_free_blocks=30),
-        CellLoad(num_running_requests=5, num_queued_requests=0, num_blocks=100, num_free_blocks=80),
-        CellLoad(num_running_requests=7, num_queued_requests=9, num_blocks=100, num_free_blocks=0),
-    )
+        CellLoad(
+            num_running_requests=3, num_queued_requests=4, num_blocks=100, num_free_blocks=30, tokens_per_block=16,
+            running_loras=["b", "c"], waiting_loras=["d"], max_loras=2,
+        ),
+        CellLoad(
+            num_running_requests=5, num_queued_requests=0, num_blocks=100, num_free_blocks=80, tokens_per_block=16,
+            running_loras=["a", "b"], max_loras=2,
+        ),
+        CellLoad(
+            num_running_requests=7, num_queued_requests=9, num_blocks=100, num_free_blocks=0, tokens_per_block=16,
+            running_loras=["z"], max_loras=2,
+        ),
+    )  # fmt: skip
     for cell, load in zip(cells.cells.values(), loads, strict=True):
         cell.reports = [load]
     cells.cells["c:1"].is_up = False
@@ -151,7 +161,14 @@ async def test_the_load_of_cells_that_are_up_is_exported_under_the_names_that_ga
         'vllm:num_requests_running{model_name="m"} 8.0',
         'vllm:num_requests_waiting{model_name="m"} 4.0',
         'vllm:kv_cache_usage_perc{model_name="m"} 0.45',
+        'vllm:cache_config_info{block_size="16",model_name="m",num_gpu_blocks="200"} 1.0',
     } <= lines
+    (adapters,) = [line for line in lines if line.startswith("vllm:lora_requests_info{")]
+    labels, _, value = adapters.rpartition(" ")
+    assert labels == (
+        'vllm:lora_requests_info{max_lora="4",model_name="m",running_lora_adapters="a,b,c",waiting_lora_adapters="d"}'
+    )
+    assert time.time() - 60 < float(value) <= time.time()
     assert not any(line.startswith("midstream:num_requests") for line in lines)
     for cell in cells.cells.values():
         await cell.close()

@@ -5,6 +5,7 @@ request is accepted.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from midstream.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from midstream.telemetry.picker_metrics import lora_requests_info
 from protos import generation_pb2 as pb
 from protos import worker_pb2
 from scheduler.core.prefix_cache import chain_seed
@@ -30,7 +32,7 @@ from scheduler.core.request_spec import RequestSpec
 from scheduler.core.worker_group import AdapterRoom
 from scheduler.edge import lora_registry
 from scheduler.edge.lora_registry import Adapters
-from scheduler.edge.metrics import lora_requests
+from scheduler.edge.metrics import used_loras
 from scheduler.journal import LoadedAdapter
 from scheduler.journal.sqlite import SqliteStore
 from scheduler.journal.threaded import ThreadedJournal
@@ -297,5 +299,9 @@ def test_the_metric_names_adapters_that_run_and_that_wait() -> None:
     for number, name in enumerate(("b", "a", "", "b", "c")):
         harness.submit(f"r{number}", 4, max_tokens=4, lora_name=name)
     harness.turn()
-    (sample,) = lora_requests(harness.core).samples
+    now = time.time()
+    (sample,) = lora_requests_info("vllm:", used_loras(harness.core)).samples
+    assert sample.name == "vllm:lora_requests_info"
     assert sample.labels == {"max_lora": "0", "running_lora_adapters": "a,b", "waiting_lora_adapters": "b,c"}
+    # A picker takes the series with the highest value, which is when it was current.
+    assert now <= sample.value <= time.time()

@@ -57,7 +57,8 @@ class MessagesApi:
     async def _create(self, request: Request, request_id: str) -> Response:
         if self._front.draining.is_set():
             raise UnavailableError("this router is draining")
-        job = await self._job(request, needs_limit=True)
+        with self._front.counting_failures("chat"):
+            job = await self._job(request, needs_limit=True)
         native = job.conversation.request
         key = check_key(request.headers.get(HEADER))
         if key:

@@ -116,7 +116,8 @@ class EmbeddingsApi:
         if self._front.draining.is_set():
             raise UnavailableError("this router is draining")
         key = check_key(request.headers.get(HEADER))
-        job = await self._bodies.read(request, read)
+        with self._front.counting_failures("embeddings"):
+            job = await self._bodies.read(request, read)
         if key:
             check_no_id(job.base.request_id)
             job.base.request_id = request_id_of(key, request.url.path)

@@ -134,7 +134,8 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         """Run all rows of the batch, and return all their sequences."""
         started = time.monotonic_ns()
         try:
-            inputs, wanted = self._read(request)
+            with self._front.counting_failures("text_completion"):
+                inputs, wanted = self._read(request)
             if "stream" in inputs and any(inputs["stream"].values):
                 raise InvalidArgumentError("streaming is only supported by ModelStreamInfer", field="stream")
             rows = num_rows(inputs)
@@ -190,7 +191,8 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> None:
         started, response = time.monotonic_ns(), self._response(request)
         try:
-            inputs, wanted = self._read(request)
+            with self._front.counting_failures("text_completion"):
+                inputs, wanted = self._read(request)
             rows = num_rows(inputs)
             await run_all(
                 self._stream_row(request, inputs, index, rows, wanted, responses, timeout_s) for index in range(rows)

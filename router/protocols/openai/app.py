@@ -108,8 +108,9 @@ class OpenAiApi:
             job.ignored += ignored_fields(body, CHAT if make is chat_job else COMPLETIONS)
             return job
 
-        job = await self._bodies.read(request, make_job)
-        await self._models.resolve(job.requests)
+        with self._front.counting_failures("chat" if make is chat_job else "text_completion"):
+            job = await self._bodies.read(request, make_job)
+            await self._models.resolve(job.requests)
         return Reply(self._front, job, request.headers.get("last-event-id"), self._kept)
 
     async def _list_models(self, request: Request) -> Response:

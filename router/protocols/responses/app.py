@@ -117,6 +117,10 @@ class ResponsesApi:
     async def _create(self, request: Request) -> Response:
         if self._front.draining.is_set():
             raise UnavailableError("this router is draining")
+        with self._front.counting_failures("chat"):
+            return await self._create_reply(request)
+
+    async def _create_reply(self, request: Request) -> Response:
         body = await self._with_references(await self._bodies.read(request, lambda body: body))
         context = await self._context(previous_id(body))
         job = read_response(body, self._chat, context)
