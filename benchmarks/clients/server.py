@@ -60,11 +60,13 @@ class Scenario:
 
     Attributes:
         starts: When each call came, in seconds of `time.monotonic()`.
+        num_unstreamed: Number of calls that did not ask for a stream.
         left_after_s: How long after its call the client closed the connection of a stream that waited.
     """
 
     answers: Sequence[Answer]
     starts: list[float] = field(default_factory=list)
+    num_unstreamed: int = 0
     left_after_s: float | None = None
 
 
@@ -114,6 +116,10 @@ class Server:
             return
         answer = scenario.answers[min(len(scenario.starts), len(scenario.answers) - 1)]
         scenario.starts.append(time.monotonic())
+        if not json.loads(body).get("stream"):
+            scenario.num_unstreamed += 1
+            writer.write(_response(200, json.dumps(WHOLE_MESSAGE).encode()))
+            return
         match answer:
             case Status(code, retry_after):
                 error = {"type": "error", "error": {"type": "overloaded_error", "message": "busy", "code": "busy"}}
@@ -288,25 +294,27 @@ def _responses() -> Api:
         | {
             "empty `output_text.delta`": delta("", "NUMBER"),
             "`keepalive`": _event("keepalive", sequence_number="NUMBER"),
-            "`keepalive` without a number": _event("keepalive"),
-            "`keepalive` with the number of the event before": _event("keepalive", sequence_number=3),
             "`response.in_progress`": _event("response.in_progress", sequence_number="NUMBER", response=running),
         },
     )  # fmt: skip
 
 
+_MESSAGE = {
+    "id": "m1", "type": "message", "role": "assistant", "model": "m", "content": [], "stop_reason": None,
+    "stop_sequence": None, "usage": {"input_tokens": 1, "output_tokens": 1},
+}  # fmt: skip
+# The answer to a call of Anthropic's API that does not ask for a stream.
+WHOLE_MESSAGE = {**_MESSAGE, "content": [{"type": "text", "text": "".join(TEXT)}], "stop_reason": "end_turn"}
+
+
 def _messages() -> Api:
-    message = {
-        "id": "m1", "type": "message", "role": "assistant", "model": "m", "content": [], "stop_reason": None,
-        "stop_sequence": None, "usage": {"input_tokens": 1, "output_tokens": 1},
-    }  # fmt: skip
 
     def delta(text: str) -> str:
         return _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
 
     still_running = {"stop_reason": None, "stop_sequence": None}
     return Api(
-        opening=(_event("message_start", message=message),),
+        opening=(_event("message_start", message=_MESSAGE),),
         texts=(
             _event("content_block_start", index=0, content_block={"type": "text", "text": ""}) + delta(TEXT[0]),
             delta(TEXT[1]),

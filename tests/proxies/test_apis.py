@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.faults.processes import Processes, until
-from tests.proxies.proxy import Program, Proxy
-from tests.proxies.readers import READERS, Reader, read_all
+from tests.proxies.proxy import NGINX, Program, Proxy, running
+from tests.proxies.readers import READERS, Reader, StreamCutError, read_all, read_chat
 
 NUM_TOKENS = 200
 # What a client sees if the router behind its proxy dies: the end of the connection in HTTP, and in gRPC a status that
@@ -52,3 +54,21 @@ async def test_every_stream_can_be_made_whole(
         allowed = GRPC_BREAKS[program.name] if name == "kserve" else HTTP_BREAKS
         assert reader.breaks
         assert all(error.startswith(allowed) for error in reader.breaks), reader.breaks
+
+
+async def test_over_http_1_0_a_broken_stream_looks_complete(
+    processes: Processes, hold: Callable[[], None], tmp_path: Path
+) -> None:
+    """nginx's own default is not safe, which is why our configuration sets the version."""
+    NGINX.path()
+    text = NGINX.configuration()
+    default = text.replace("            proxy_http_version 1.1;\n", "")
+    assert default != text
+    async with running(NGINX, tmp_path, processes.routers[:1] * 2, processes.urls[:1] * 2, default) as proxy:
+        reader = Reader(proxy, NUM_TOKENS, calls_again=False)
+        reading = asyncio.create_task(read_chat(reader))
+        await until(lambda: reader.text)
+        await processes.kill("router-0")
+        with pytest.raises(StreamCutError, match=re.escape("the stream ended without [DONE]")):
+            await reading
+    hold()

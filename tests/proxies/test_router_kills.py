@@ -5,6 +5,8 @@ With ALL_PROXY_TESTS=1 (`make test-proxies`), 100 are killed behind each proxy.
 
 from __future__ import annotations
 
+import pytest
+
 from midstream.client import AsyncClient
 from tests.faults.processes import Processes, Streams
 from tests.proxies.proxy import IS_REQUIRED, Program, Proxy
@@ -14,6 +16,7 @@ NUM_STREAMS, NUM_TOKENS = 8, 600
 FIRSTS = [1000 * number for number in range(1, NUM_STREAMS + 1)]
 
 
+@pytest.mark.timeout(10 * NUM_KILLS + 120)
 async def test_the_streams_of_our_client_are_whole(processes: Processes, proxy: Proxy, program: Program) -> None:
     num_resumes = 0
     async with AsyncClient(proxy.address) as client:

@@ -142,6 +142,7 @@ async def test_a_stream_is_kept_open_until_its_first_token(
     await check([program], routers, tmp_path, WAIT_S)
 
 
+@pytest.mark.timeout(1500)
 @pytest.mark.skipif(not IS_REQUIRED, reason="takes 21 minutes; make test-proxies runs it")
 async def test_a_stream_is_kept_open_for_20_minutes(routers: Processes, tmp_path: Path) -> None:
     await check(PROGRAMS, routers, tmp_path, LONG_WAIT_S)
