@@ -231,7 +231,7 @@ async def examine(laboratory: Laboratory, client: Client) -> Findings:
         codes = (429, 503, 529) if client.apis else (429, 503)
         refused = {code: ask(Status(code)) for code in codes}
         retry_after = {seconds: ask(Status(429, str(seconds)), Wait()) for seconds in RETRY_AFTER_S}
-        forms = {}
+        forms: dict[tuple[str, str], asyncio.Task[Outcome]] = {}
         for api in client.apis:
             for form in APIS[api].forms:
                 if client.lowers_idle:
@@ -240,10 +240,15 @@ async def examine(laboratory: Laboratory, client: Client) -> Findings:
                 elif api == first:
                     forms[api, form] = ask(Wait(form, KEPT_S, INTERVAL_S, num_texts=1), Break(), api=api)
     return Findings(
-        client, cut.result(), unanswered.result(), silent.result(), no_headers.result(),
-        *({key: task.result() for key, task in tasks.items()} for tasks in (refused, retry_after)),
-        {key: task.result() for key, task in forms.items()},
-    )  # fmt: skip
+        client,
+        cut=cut.result(),
+        unanswered=unanswered.result(),
+        silent=silent.result(),
+        no_headers=no_headers.result(),
+        refused={code: task.result() for code, task in refused.items()},
+        retry_after={seconds: task.result() for seconds, task in retry_after.items()},
+        forms={key: task.result() for key, task in forms.items()},
+    )
 
 
 def retries_of(outcome: Outcome) -> str:
@@ -291,15 +296,16 @@ def version_of(client: Client) -> str:
 def tables(all_found: Sequence[Findings]) -> str:
     """Return the tables of docs/adapters.md."""
     lines = [
-        "| client | a stream is cut | no bytes for | no headers for | 429 | 503 | 529 | `Retry-After` of 429 |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| client | stream cut | closed unanswered | silent stream | no headers | 429 | 503 | 529 | `Retry-After` |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for found in all_found:
         cells = [
             f"{found.client.name} {version_of(found.client)}",
             after_cut(found.cut),
-            silence(found.silent) if found.client.apis else "waits",
-            silence(found.no_headers) if found.client.apis else "waits",
+            retries_of(found.unanswered),
+            silence(found.silent),
+            silence(found.no_headers),
             *(retries_of(found.refused[code]) if code in found.refused else "" for code in (429, 503, 529)),
             obeyed(found),
         ]

@@ -29,6 +29,8 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc,unused-ignore]
         self.scenarios: dict[str, Scenario] = {}
         self._cuts: dict[str, asyncio.Event] = {}
         self._relays: list[asyncio.Server] = []
+        self._connections: list[asyncio.Task[None]] = []
+        self._ending = asyncio.Event()
         self._port = 0
 
     @contextlib.asynccontextmanager
@@ -43,6 +45,8 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc,unused-ignore]
         finally:
             for relay in self._relays:
                 relay.close()
+            self._ending.set()
+            await asyncio.gather(*self._connections)
             await server.stop(None)
 
     async def url(self, name: str) -> str:
@@ -51,26 +55,37 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc,unused-ignore]
 
         async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             upper_reader, upper_writer = await asyncio.open_connection("127.0.0.1", self._port)
-            ends = [
-                asyncio.create_task(_copy(reader, upper_writer)),
-                asyncio.create_task(_copy(upper_reader, writer)),
-                asyncio.create_task(cut.wait()),
+            works = [
+                asyncio.create_task(work)
+                for work in (_copy(reader, upper_writer), _copy(upper_reader, writer), cut.wait(), self._ending.wait())
             ]
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
             cut.clear()
-            for end in ends:
-                end.cancel()
-            writer.transport.abort()
-            upper_writer.transport.abort()
+            for work in works:
+                work.cancel()
+            await asyncio.gather(*works, return_exceptions=True)
+            for end in (writer, upper_writer):
+                end.transport.abort()
+                with contextlib.suppress(ConnectionError):
+                    await end.wait_closed()
 
-        server = await asyncio.start_server(relay, "127.0.0.1", 0)
+        def start(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._connections.append(asyncio.create_task(relay(reader, writer)))
+
+        server = await asyncio.start_server(start, "127.0.0.1", 0)
         self._relays.append(server)
         return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
         """Return the handler of any method."""
         name = details.method.rpartition("/")[2]
-        return grpc.unary_stream_rpc_method_handler(lambda _, context: self._answer(name, context))
+
+        # gRPC recognizes an asynchronous generator function, but not a lambda that returns one.
+        async def answer(_: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> AsyncIterator[bytes]:
+            async for text in self._answer(name, context):
+                yield text
+
+        return grpc.unary_stream_rpc_method_handler(answer)
 
     async def _answer(self, name: str, context: grpc.aio.ServicerContext[bytes, bytes]) -> AsyncIterator[bytes]:
         scenario = self.scenarios[name]

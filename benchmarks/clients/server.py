@@ -81,6 +81,7 @@ class Server:
     def __init__(self) -> None:
         self.scenarios: dict[str, Scenario] = {}
         self.url = ""
+        self._writers = set[asyncio.StreamWriter]()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Server]:
@@ -91,8 +92,13 @@ class Server:
             yield self
         finally:
             server.close()
+            for writer in list(self._writers):
+                writer.close()
+                with contextlib.suppress(ConnectionError):
+                    await writer.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while not writer.is_closing():
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
@@ -103,7 +109,10 @@ class Server:
                 else:
                     body = await _chunked(reader) if "transfer-encoding" in headers else b""
                 await self._answer(method, path.partition("?")[0], body, reader, writer)
+        self._writers.discard(writer)
         writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
     async def _answer(
         self, method: str, path: str, body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -299,12 +308,16 @@ def _responses() -> Api:
     )  # fmt: skip
 
 
-_MESSAGE = {
+_MESSAGE: dict[str, Any] = {
     "id": "m1", "type": "message", "role": "assistant", "model": "m", "content": [], "stop_reason": None,
     "stop_sequence": None, "usage": {"input_tokens": 1, "output_tokens": 1},
 }  # fmt: skip
 # The answer to a call of Anthropic's API that does not ask for a stream.
-WHOLE_MESSAGE = {**_MESSAGE, "content": [{"type": "text", "text": "".join(TEXT)}], "stop_reason": "end_turn"}
+WHOLE_MESSAGE: dict[str, Any] = {
+    **_MESSAGE,
+    "content": [{"type": "text", "text": "".join(TEXT)}],
+    "stop_reason": "end_turn",
+}
 
 
 def _messages() -> Api:

@@ -4,7 +4,7 @@ import importlib
 import sys
 from pathlib import Path
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 from google.protobuf import json_format
 
 bootstrap = importlib.import_module("envoy.config.bootstrap.v3.bootstrap_pb2")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -65,7 +65,7 @@ class Reader:
         await asyncio.sleep(_RETRY_S)
 
 
-Read = Callable[[Reader], Awaitable[None]]
+Read = Callable[[Reader], Coroutine[Any, Any, None]]
 
 
 async def read_chat(reader: Reader) -> None:

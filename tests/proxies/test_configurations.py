@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from tests.proxies.proxy import CONFIGURATIONS, IS_REQUIRED, PROGRAMS, ROOT, Program, placed
 
