@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -33,13 +34,16 @@ NODE_PACKAGES = (
     "@openai/codex@0.171.0", "@anthropic-ai/claude-code@2.1.197",
 )  # fmt: skip
 OPENAI = ("chat/completions", "completions", "responses")
-AT_ONCE = 60
+# Programs that run at the same time, and that start at the same time: a program that starts needs a processor for
+# seconds, while the clients' own times should be measured on an idle machine.
+AT_ONCE, STARTING = 60, 2
+START_S = 20.0
 LIMIT_S = 900.0
 # How long a stream is silent to find a client's own limit, and how long it gets only keep-alives to find out whether
 # they count: longer than the limit of 300 s of the clients whose limit cannot be lowered.
 SILENT_S, KEPT_S, INTERVAL_S = 660.0, 330.0, 15.0
 # The same for clients whose limit can be lowered.
-LOW_IDLE_S, LOW_KEPT_S, LOW_INTERVAL_S = 4.0, 10.0, 1.0
+LOW_IDLE_S, LOW_KEPT_S, LOW_INTERVAL_S = 5.0, 20.0, 1.0
 RETRY_AFTER_S = (2, 59, 61, 119, 121)
 BEGIN, END = "<!-- python -m benchmarks.clients -->\n", "\n<!-- end of clients -->"
 
@@ -110,7 +114,7 @@ class Laboratory:
 
     def __init__(self, folder: Path, server: Server, grpc_server: GrpcServer) -> None:
         self._folder, self._server, self._grpc_server = folder, server, grpc_server
-        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._turns, self._starts = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(STARTING)
         self._count = 0
 
     async def outcome(self, client: Client, api: str, answers: Sequence[Answer], idle_s: float = 0.0) -> Outcome:
@@ -124,21 +128,24 @@ class Laboratory:
             self._grpc_server.scenarios[name] = scenario
             url, api = await self._grpc_server.url(name), f"/scripted.Streams/{name}"
         async with self._turns:
-            whole, error = await self._run(client, url, api, idle_s)
+            whole, error = await self._run(client, url, api, idle_s, scenario)
         delays = tuple(after - before for before, after in zip(scenario.starts, scenario.starts[1:], strict=False))
         return Outcome(whole, error, delays, scenario.num_unstreamed, scenario.left_after_s)
 
-    async def _run(self, client: Client, url: str, api: str, idle_s: float) -> tuple[bool, str]:
+    async def _run(self, client: Client, url: str, api: str, idle_s: float, scenario: Scenario) -> tuple[bool, str]:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
             environment = {"PATH": os.environ["PATH"], "HOME": home, "NO_COLOR": "1"}
-            process = await asyncio.create_subprocess_exec(
-                *self._command(client, url, api, idle_s),
-                cwd=home,
-                env=environment | _SETTINGS.get(client.package, {}) | {"ANTHROPIC_BASE_URL": url},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-            )
+            async with self._starts:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command(client, url, api, idle_s),
+                    cwd=home,
+                    env=environment | _SETTINGS.get(client.package, {}) | {"ANTHROPIC_BASE_URL": url},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.DEVNULL,
+                )
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(scenario.called.wait(), START_S)
             try:
                 async with asyncio.timeout(LIMIT_S):
                     output = (await process.communicate())[0].decode()

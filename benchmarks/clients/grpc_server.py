@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 
 import grpc
@@ -89,9 +88,7 @@ class GrpcServer(grpc.GenericRpcHandler):  # type: ignore[misc,unused-ignore]
 
     async def _answer(self, name: str, context: grpc.aio.ServicerContext[bytes, bytes]) -> AsyncIterator[bytes]:
         scenario = self.scenarios[name]
-        answer = scenario.answers[min(len(scenario.starts), len(scenario.answers) - 1)]
-        scenario.starts.append(time.monotonic())
-        match answer:
+        match scenario.next_answer():
             case Status(code, retry_after):
                 trailing = (("grpc-retry-pushback-ms", str(int(retry_after) * 1000)),) if retry_after else ()
                 await context.abort(CODES[code], "busy", trailing)

@@ -59,15 +59,23 @@ class Scenario:
     """What the calls of one client are answered.
 
     Attributes:
+        called: Set by the first call.
         starts: When each call came, in seconds of `time.monotonic()`.
         num_unstreamed: Number of calls that did not ask for a stream.
         left_after_s: How long after its call the client closed the connection of a stream that waited.
     """
 
     answers: Sequence[Answer]
+    called: asyncio.Event = field(default_factory=asyncio.Event)
     starts: list[float] = field(default_factory=list)
     num_unstreamed: int = 0
     left_after_s: float | None = None
+
+    def next_answer(self) -> Answer:
+        """Record a call; return its answer."""
+        self.called.set()
+        self.starts.append(time.monotonic())
+        return self.answers[min(len(self.starts), len(self.answers)) - 1]
 
 
 class Server:
@@ -123,8 +131,7 @@ class Server:
         if scenario is None or method != "POST" or not api or PROMPT.encode() not in body:
             writer.write(_response(404, b"{}"))
             return
-        answer = scenario.answers[min(len(scenario.starts), len(scenario.answers) - 1)]
-        scenario.starts.append(time.monotonic())
+        answer = scenario.next_answer()
         if not json.loads(body).get("stream"):
             scenario.num_unstreamed += 1
             writer.write(_response(200, json.dumps(WHOLE_MESSAGE).encode()))
