@@ -157,15 +157,18 @@ class Machine:
         """Emit text of the answer up to the first of `markers`; see `copy_until`."""
         return (yield from self.copy_until(self.text, *markers))
 
-    def copy_until(self, emit: Callable[[str], None], *markers: str) -> Steps[str | None]:
+    def copy_until(self, emit: Callable[[str], None], *markers: str, keeps_space: bool = False) -> Steps[str | None]:
         """Emit text up to the first of `markers`, which is consumed and returned; None at the end.
 
-        White space before a marker is omitted. No marker may be a prefix of another.
+        White space before a marker is omitted, unless `keeps_space`. No marker may be a prefix of another.
         """
         while True:
             position, marker = _first(self._held, markers)
             end = position if marker else len(self._held) - _overlap(self._held, markers)
-            end = len(self._held[:end].rstrip()) if marker or not self._is_ended else len(self._held)
+            if not keeps_space:
+                end = len(self._held[:end].rstrip())
+            if not marker and self._is_ended:
+                end = len(self._held)
             emit(self._held[:end])
             if marker:
                 # White space after reasoning is not part of the answer.

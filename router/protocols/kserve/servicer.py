@@ -29,7 +29,6 @@ from midstream.errors import (
     NotFoundError,
     OverloadedError,
     UnavailableError,
-    UnsupportedError,
 )
 from protos import kserve_pb2 as pb
 from protos import kserve_pb2_grpc
@@ -47,13 +46,13 @@ from router.protocols.kserve.ensemble import (
     piece_outputs,
     whole_outputs,
 )
+from router.protocols.kserve.parameters import Parameters, read_parameters
 from router.protocols.kserve.tensors import FINAL, InputTensor, StreamResponses, fill_outputs, parse_inputs
 
 logger = logging.getLogger(__name__)
 
 _ALIAS = "ensemble"
 _VERSION = "1"
-_EMPTY_FINAL = "triton_enable_empty_final_response"
 _TYPES = {"BYTES": pb.TYPE_STRING}
 # Maximum number of responses queued for a slow reader of a stream, in addition to each request's own pending output.
 _MAX_WAITING = 64
@@ -135,13 +134,16 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         started = time.monotonic_ns()
         try:
             with self._front.counting_failures("text_completion"):
+                parameters = self._check(request)
                 inputs, wanted = self._read(request)
             if "stream" in inputs and any(inputs["stream"].values):
                 raise InvalidArgumentError("streaming is only supported by ModelStreamInfer", field="stream")
             rows = num_rows(inputs)
             key = key_of(context.invocation_metadata() or ())
-            left_s = context.time_remaining()
-            results = await run_all(self._collect(request, inputs, index, rows, left_s, key) for index in range(rows))
+            left_s = parameters.limit(context.time_remaining())
+            results = await run_all(
+                self._collect(request, parameters, inputs, index, rows, left_s, key) for index in range(rows)
+            )
         except Exception:
             self._count(started, failed=True)
             raise
@@ -192,10 +194,12 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         started, response = time.monotonic_ns(), self._response(request)
         try:
             with self._front.counting_failures("text_completion"):
+                parameters = self._check(request)
                 inputs, wanted = self._read(request)
-            rows = num_rows(inputs)
+            rows, limit_s = num_rows(inputs), parameters.limit(timeout_s)
             await run_all(
-                self._stream_row(request, inputs, index, rows, wanted, responses, timeout_s) for index in range(rows)
+                self._stream_row(request, parameters, inputs, index, rows, wanted, responses, limit_s)
+                for index in range(rows)
             )
         except Exception as error:  # must not fail the stream's other requests
             self._count(started, failed=True)
@@ -207,13 +211,14 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             await responses.put(pb.ModelStreamInferResponse(error_message=str(shown), infer_response=response))
         else:
             self._count(started, failed=False)
-            if rows > 1 or request.parameters[_EMPTY_FINAL].bool_param:
+            if rows > 1 or parameters.wants_empty_final:
                 response.parameters[FINAL].bool_param = True
                 await responses.put(pb.ModelStreamInferResponse(infer_response=response))
 
     async def _stream_row(
         self,
         request: pb.ModelInferRequest,
+        parameters: Parameters,
         inputs: Mapping[str, InputTensor],
         index: int,
         rows: int,
@@ -222,7 +227,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         timeout_s: float | None,
     ) -> None:
         named = {item.name for item in request.outputs}
-        last_is_marked = rows == 1 and not request.parameters[_EMPTY_FINAL].bool_param
+        last_is_marked = rows == 1 and not parameters.wants_empty_final
         pieces = StreamResponses(self._response(request))
 
         def beat() -> Coroutine[object, object, None]:
@@ -231,6 +236,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
         with naming_tensors(inputs.keys() | named), self._front.keep_alives.keep(beat) as stream:
             native = await native_request(inputs, index, rows, self._prompts, named)
+            native.priority = parameters.priority
             native.request_id = _request_id(request, index, rows)
             async with await self._front.start(native, timeout_s) as output:
                 while not output.is_final:
@@ -246,6 +252,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     async def _collect(
         self,
         request: pb.ModelInferRequest,
+        parameters: Parameters,
         inputs: Mapping[str, InputTensor],
         index: int,
         rows: int,
@@ -255,6 +262,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         named = {item.name for item in request.outputs}
         with naming_tensors(inputs.keys() | named):
             native = await native_request(inputs, index, rows, self._prompts, named)
+            native.priority = parameters.priority
             if key:
                 make_repeatable(native, f"kserve-{request_id_of(key, 'ModelInfer')}-{index}")
             else:
@@ -268,22 +276,14 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             output.raise_unfinished()
         return result
 
-    def _read(self, request: pb.ModelInferRequest) -> tuple[dict[str, InputTensor], frozenset[str]]:
+    def _check(self, request: pb.ModelInferRequest) -> Parameters:
         self._check_model(request.model_name, request.model_version)
         if self._front.draining.is_set():
             raise UnavailableError("this router is draining")
-        for parameter in request.parameters:
-            if parameter != _EMPTY_FINAL:
-                hint = "; use the call's deadline" if parameter == "timeout" else ""
-                raise UnsupportedError(f"{parameter[:64]!r} is not supported{hint}", field="parameters")
-            if not request.parameters[parameter].HasField("bool_param"):
-                raise InvalidArgumentError("must be a boolean", field=parameter)
+        return read_parameters(request)
+
+    def _read(self, request: pb.ModelInferRequest) -> tuple[dict[str, InputTensor], frozenset[str]]:
         wanted = check_outputs([item.name for item in request.outputs])
-        tensors = [(item.name, item.parameters) for item in request.inputs]
-        tensors += [(item.name, item.parameters) for item in request.outputs]
-        for name, parameters in tensors:
-            for parameter in parameters:
-                raise UnsupportedError(f"the parameter {parameter[:64]!r} is not supported", field=name)
         return parse_inputs(request), wanted
 
     def _check_model(self, name: str, version: str) -> None:

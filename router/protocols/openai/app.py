@@ -117,7 +117,9 @@ class OpenAiApi:
         return JSONResponse({"object": "list", "data": await self._models.cards()})
 
     async def _one_model(self, request: Request) -> Response:
-        return JSONResponse(await self._models.card(request.path_params["name"]))
+        card = await self._models.card(request.path_params["name"])
+        # Clients of KServe's v1 protocol ask here whether the model is ready.
+        return JSONResponse({**card, "name": card["id"], "ready": not self._problems()})
 
     async def _tokenize(self, request: Request) -> Response:
         body = await self._bodies.read(request, lambda body: body)
@@ -196,7 +198,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
         # The error's own header names the methods of only one of the path's routes.
         given["Allow"] = ", ".join(sorted(_methods(request, request.url.path)))
         detail = f"{request.url.path[:128]} does not support {request.method}; use {given['Allow']}"
-    body = {"error": {"message": detail, "type": "invalid_request_error", "param": None, "code": None}}
+    shown = {"message": detail, "type": "invalid_request_error", "param": None, "code": None}
+    # Clients of KServe's v2 protocol print the error as a text.
+    is_v2 = request.url.path.startswith("/v2")
+    body = {"error": detail if is_v2 else shown}
     return Response(json.dumps(body), status, given, media_type="application/json")
 
 

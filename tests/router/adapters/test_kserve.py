@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,15 +12,19 @@ import grpc
 import grpc.aio
 import pytest
 
+from midstream.errors import InvalidArgumentError, UnsupportedError
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from protos import kserve_pb2, kserve_pb2_grpc
 from router.protocols.kserve.ensemble import tensor_of
+from router.protocols.kserve.parameters import Parameters, read_parameters
 from tests.router.conftest import Cluster
 
 if TYPE_CHECKING:
     from protos.kserve_pb2_grpc import GRPCInferenceServiceAsyncStub
 
+KSERVE_PYTHON = os.environ.get("MIDSTREAM_KSERVE_PYTHON", "")
+V2_ERROR = "[404] there is no endpoint /v2; /openapi.json lists all endpoints"
 TEXT = "Every part may die 🫠 and the text goes on."
 
 
@@ -59,13 +64,84 @@ async def test_the_official_client(cluster: Cluster, tokenizer: Tokenizer) -> No
     assert "temperature" in report["stream_error"]
     assert report["unknown_model"].startswith("StatusCode.NOT_FOUND")
     assert "colour" in report["unknown_input"]
-    assert "'priority' is not supported" in report["priority"]
     assert "text_input" in report["no_text"]
-    assert report["counts"] == [3, 5]
+    assert report["counts"] == [4, 4]
     natives = [request.request for request in cluster.scheduler.requests.values()]
-    assert sorted(native.streaming for native in natives) == [False, False, False, True]
+    assert sorted(native.streaming for native in natives) == [False, False, False, False, True]
+    (urgent,) = [native for native in natives if native.priority]
+    assert urgent.priority == 98
+    assert 50_000 < urgent.timeout_ms <= 60_000
     assert {native.max_tokens for native in natives} == {16}
-    assert [list(native.stopping.stop_words) for native in natives].count(["never"]) == 2
+    assert [list(native.stopping.stop_words) for native in natives].count(["never"]) == 3
+
+
+@pytest.mark.skipif(not KSERVE_PYTHON, reason="MIDSTREAM_KSERVE_PYTHON is not set (kserve, tritonclient[http])")
+async def test_kserves_client_with_numpy_data(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    router = await cluster.add_router(await cluster.add_detokenizer())
+    assert router.http is not None
+    command = [KSERVE_PYTHON, "-m", "tests.router.adapters.kserve_client", str(router.server.port)]
+    client = await asyncio.create_subprocess_exec(
+        *command, str(router.http.port), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    talking = asyncio.create_task(client.communicate())
+    await cluster.scheduler.until(lambda: cluster.scheduler.requests)
+    for request_id in cluster.scheduler.requests:
+        cluster.scheduler.emit(request_id, tokenizer.encode(TEXT))
+        cluster.scheduler.end(request_id)
+    output, errors = await talking
+    assert client.returncode == 0, errors.decode()
+    assert json.loads(output) == {"version": "0.21.0", "binary": True, "texts": [TEXT], "ready": True, "v2": V2_ERROR}
+
+
+async def test_an_error_below_v2_is_a_text(cluster: Cluster) -> None:
+    router = await cluster.add_router()
+    assert router.http is not None
+    for path, kind in (("/v2/models/smollm2/infer", str), ("/v3", dict)):
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.http.port)
+        writer.write(f"GET {path} HTTP/1.0\r\nHost: a\r\n\r\n".encode())
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        assert b" 404 " in head
+        assert isinstance(json.loads(body)["error"], kind)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field"),
+    [
+        ({"timeout": kserve_pb2.InferParameter(int64_param=-1)}, "timeout"),
+        ({"timeout": kserve_pb2.InferParameter(string_param="1")}, "timeout"),
+        ({"priority": kserve_pb2.InferParameter(bool_param=True)}, "priority"),
+        ({"binary_data_output": kserve_pb2.InferParameter(int64_param=1)}, "binary_data_output"),
+        ({"sequence_id": kserve_pb2.InferParameter(int64_param=1)}, "parameters"),
+    ],
+)
+def test_parameters_that_are_refused(parameters: dict[str, kserve_pb2.InferParameter], field: str) -> None:
+    with pytest.raises((InvalidArgumentError, UnsupportedError)) as raised:
+        read_parameters(kserve_pb2.ModelInferRequest(parameters=parameters))
+    assert raised.value.field == field
+
+
+def test_parameters_that_describe_the_encoding_must_be_true() -> None:
+    request = kserve_pb2.ModelInferRequest(raw_input_contents=[b"1234"])
+    tensor = request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    tensor.parameters["binary_data_size"].int64_param = 4
+    request.outputs.add(name="text_output").parameters["binary_data"].bool_param = True
+    request.parameters["binary_data_output"].bool_param = True
+    assert read_parameters(request) == Parameters()
+    tensor.parameters["binary_data_size"].int64_param = 5
+    with pytest.raises(InvalidArgumentError, match="has 4 bytes"):
+        read_parameters(request)
+    del request.raw_input_contents[:]
+    with pytest.raises(UnsupportedError, match="binary_data_size"):
+        read_parameters(request)
+
+
+def test_of_the_numbered_priorities_one_is_the_highest_and_none_the_lowest() -> None:
+    def priority(number: int) -> int:
+        parameters = {"priority": kserve_pb2.InferParameter(uint64_param=number)}
+        return read_parameters(kserve_pb2.ModelInferRequest(parameters=parameters)).priority
+
+    assert [priority(number) for number in (1, 2, 100, 0, 500)] == [100, 99, 1, 0, -100]
 
 
 _CONTENTS = {"BYTES": "bytes_contents", "INT32": "int_contents", "UINT64": "uint64_contents", "BOOL": "bool_contents"}

@@ -69,13 +69,13 @@ def main() -> None:
     for name, model, tensors in (
         ("unknown_model", "other", inputs("x", stream=False)),
         ("unknown_input", "ensemble", [*inputs("x", stream=False), tensor("colour", "FP32", [[1.0]])]),
-        ("priority", "ensemble", inputs("x", stream=False)),
         ("no_text", "ensemble", [tensor("max_tokens", "INT32", [[4]])]),
     ):
         try:
-            client.infer(model, tensors, priority=3 if name == "priority" else 0)
+            client.infer(model, tensors)
         except triton.InferenceServerException as failure:
             report[name] = f"{failure.status()} {failure.message()}"
+    client.infer("ensemble", inputs("urgent", stream=False), priority=3, timeout=60_000_000)
     statistics = client.get_inference_statistics("ensemble").model_stats[0].inference_stats
     report["counts"] = [statistics.success.count, statistics.fail.count]
     print(json.dumps(report))

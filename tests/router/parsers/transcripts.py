@@ -110,9 +110,9 @@ GOOD = [
         "assistant<|channel|>analysis<|message|>Two.<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
         "<|end|><|start|>assistant<|channel|>final<|message|>Done.\n<|end|><|start|>assistant to=functions.rm"
         "<|channel|>commentary<|message|>{}<|call|>",
-        "I look.\n\nDone.\n\n{}",
+        "I look.\n\nDone.\n\n\n{}",
         [],
-        "One.\n\nTwo.",
+        "One. \n\nTwo.",
     ),
     Transcript("openai", f"<|channel|>commentary to=functions.write-file<|message|>{LONE}<|call|>", "", [MENDED]),
     Transcript(
