@@ -2,7 +2,7 @@
 
 Each client is installed from PyPI or npm in the version given here, in a temporary folder or in `--folder`, and runs
 against a scripted server. Needs Python, Node.js and npm. All limits are the clients' own where a run can wait for them,
-so this takes 13 minutes; `--docs docs` writes the tables of docs/adapters.md.
+so this takes 20 minutes; `--docs docs` writes the tables of docs/adapters.md.
 """
 
 from __future__ import annotations
