@@ -66,7 +66,7 @@ bench-peers: $(VENV)/.ready
 
 # Builds dist/midstream-VERSION-py3-none-manylinux_*.whl: one package, with the CPU kernels of every instruction set.
 wheel: $(VENV)/.ready $(WHEEL_BIN)/auditwheel
-	@rm -rf build dist && MIDSTREAM_WHEEL_KERNELS=1 $(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist/raw .
+	@rm -rf build dist && WHEEL_KERNELS=1 $(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist/raw .
 	@PATH=$(CURDIR)/$(WHEEL_BIN):$$PATH auditwheel repair --wheel-dir dist dist/raw/*.whl 2>/dev/null && rm -rf build dist/raw && ls dist
 
 # Installs the wheel in a separate environment without this checkout, and runs tests/integration there.

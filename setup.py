@@ -4,7 +4,7 @@ In a checkout `router`, `scheduler` and the others are imported by these names. 
 in site-packages, so there they are `midstream.router`, `midstream.scheduler`, and so on: folders are mapped here, and
 imports rewritten. An editable installation uses the checkout unchanged.
 
-MIDSTREAM_WHEEL_KERNELS=1 compiles the CPU kernels into the wheel, which is then specific to this platform (`make
+WHEEL_KERNELS=1 compiles the CPU kernels into the wheel, which is then specific to this platform (`make
 wheel`).
 """
 
@@ -20,7 +20,7 @@ from setuptools.command.build_py import build_py
 
 PARTS = ("detokenizer", "gpu_worker", "kernels", "protos", "router", "scheduler")
 IS_EDITABLE = "editable_wheel" in sys.argv
-HAS_KERNELS = bool(os.environ.get("MIDSTREAM_WHEEL_KERNELS"))
+HAS_KERNELS = bool(os.environ.get("WHEEL_KERNELS"))
 
 _NAMES = "|".join(PARTS)
 _FROM = re.compile(rf"^(\s*)from ({_NAMES})(\.| import )", re.MULTILINE)

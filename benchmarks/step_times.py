@@ -130,10 +130,10 @@ class Contender:
         return answer["ms"], answer["cpu"]
 
 
-def start(folder: Path, isa: str, settings: dict[str, object], sampling: str) -> Contender:
+def start(folder: Path, settings: dict[str, object], sampling: str) -> Contender:
     """Start a contender from a checkout; raise OSError if it does not start."""
     command = [sys.executable, "-c", CHILD, json.dumps(settings), json.dumps(CASES), sampling]
-    environment = {**os.environ, "PYTHONPATH": str(folder)} | ({"MIDSTREAM_CPU_ISA": isa} if isa else {})
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment
     )
@@ -150,7 +150,7 @@ def main() -> None:
         "--against", type=Path, nargs="*", default=[], help="other checkouts; ratios are relative to the first checkout"
     )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--isa", default="", help="build of the kernels; the best one by default")
+    parser.add_argument("--isa", default="auto", help="build of the kernels [%(default)s]")
     parser.add_argument("--kv", default="auto")
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--activations", default="auto")
@@ -162,9 +162,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="seconds per case and round")
     arguments = parser.parse_args()
     values = {"kv": arguments.kv, "weights": arguments.weights, "activations": arguments.activations}
+    if arguments.isa != "auto":  # older checkouts lack the setting
+        values["cpu_isa"] = arguments.isa
     folders = [*(path.resolve() for path in arguments.against), Path(__file__).parents[1]]
     contenders = [
-        start(folder, arguments.isa, {**values, "num_threads": threads}, arguments.sampling)
+        start(folder, {**values, "num_threads": threads}, arguments.sampling)
         for threads in arguments.threads
         for folder in folders
     ]

@@ -19,7 +19,7 @@ from detokenizer.incremental import DecoderFactory
 from detokenizer.outputs import OutputCursor
 from detokenizer.sequence import SequenceText, TextRules
 from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage
-from midstream.errors import MidstreamError, OverloadedError, UnavailableError
+from midstream.errors import InvalidArgumentError, MidstreamError, OutOfRangeError, OverloadedError, UnavailableError
 from midstream.extras import Extras
 from midstream.telemetry.tracing import TraceParent, Tracer
 from protos import detokenizer_pb2 as pb
@@ -47,6 +47,7 @@ class _Sequence:
     from_token: int
     pending: Chunk | None = None
     has_ended: bool = False
+    length: int | None = None  # number of tokens, including those of the prompt as in offsets, if it ended normally
     is_stop_due: bool = False  # whether the stop must be sent again, because the feed was reopened
     is_stop_known: bool = False  # whether the scheduler has ended the sequence at the stop
     num_dropped: int = 0  # tokens after the stop word, which the scheduler has counted as output
@@ -122,6 +123,11 @@ class OutputStream:
                 sequence.early.clear()
                 # The scheduler may not have received the stop, or may have failed before it was committed.
                 sequence.is_stop_due = sequence.text.stop_at is not None and not sequence.is_stop_known
+            return
+        num_offsets = len(self._from_token_by_sequence)
+        if num_offsets > opened.num_sequences:
+            message = f"has {num_offsets} offsets, but the request has {opened.num_sequences} sequences"
+            self.fail(InvalidArgumentError(message, field="from_token_by_sequence"))
             return
         self._opened = opened
         self._num_prompt = len(opened.rules.prompt_ids)
@@ -250,6 +256,8 @@ class OutputStream:
         chunk.finish_reason, chunk.matched_stop = reason, matched
         chunk.cumulative_log_prob = sequence.outputs.cumulative_log_prob if log_prob is None else log_prob
         sequence.pending, sequence.has_ended = chunk, True
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            sequence.length = self._num_prompt + (end.num_tokens if text.stop_at is None else text.stop_at)
         self._flush()
 
     def end(self, usage: Usage | None, perf_metrics: PerfMetrics | None, error: MidstreamError | None) -> None:
@@ -260,6 +268,9 @@ class OutputStream:
             if not sequence.has_ended:
                 reason = FinishReason.ERROR if error else FinishReason.ABORT
                 self.end_sequence(SequenceEnd(index, reason, sequence.text.num_tokens))
+        if error is None and (beyond := self._offset_beyond_end()) is not None:
+            self.fail(beyond)
+            return
         self._has_ended = True
         last = next((item for item in reversed(self._sequences) if item.pending is not None), self._sequences[-1])
         if last.pending is None:
@@ -273,6 +284,18 @@ class OutputStream:
         chunk.is_final, chunk.usage, chunk.error = True, usage, error
         chunk.perf_metrics = perf_metrics if self._opened.return_perf_metrics else None
         self._flush()
+
+    def _offset_beyond_end(self) -> OutOfRangeError | None:
+        """Return an error if the router's offset of a sequence, or its offset for all, is greater than the output."""
+        lengths = [sequence.length for sequence in self._sequences]
+        for index, (offset, length) in enumerate(zip(self._from_token_by_sequence, lengths, strict=False)):
+            if length is not None and offset > length:
+                message = f"is {offset} for sequence {index}, whose output has {length} tokens"
+                return OutOfRangeError(message, field="from_token_by_sequence")
+        longest = max((length for length in lengths if length is not None), default=None)
+        if not self._from_token_by_sequence and longest is not None and self._from_token > longest:
+            return OutOfRangeError(f"is {self._from_token}, but the output has {longest} tokens", field="from_token")
+        return None
 
     def fail(self, error: MidstreamError) -> None:
         """End the stream without a final chunk."""

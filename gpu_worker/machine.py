@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -29,7 +30,7 @@ def describe() -> dict[str, object]:
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        library = load_library()
+        library = load_library(os.environ.get("MIDSTREAM_CPU_ISA", "auto"))  # the setting, as a worker reads it
     is_cuda = torch.cuda.is_available()
     return {
         "torch": torch.__version__,

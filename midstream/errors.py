@@ -19,6 +19,7 @@ class StatusCode(IntEnum):
     ALREADY_EXISTS = 6
     PERMISSION_DENIED = 7
     RESOURCE_EXHAUSTED = 8
+    OUT_OF_RANGE = 11
     UNIMPLEMENTED = 12
     INTERNAL = 13
     UNAVAILABLE = 14
@@ -56,6 +57,12 @@ class InvalidArgumentError(MidstreamError):
 
 class ContextLengthError(InvalidArgumentError):
     """The prompt is longer than the model's context."""
+
+
+class OutOfRangeError(InvalidArgumentError):
+    """An offset lies beyond the end of the output."""
+
+    code = StatusCode.OUT_OF_RANGE
 
 
 class ConfigError(InvalidArgumentError):
@@ -130,6 +137,7 @@ class ExecutionError(MidstreamError):
 
 _LEAVES: tuple[type[MidstreamError], ...] = (
     InvalidArgumentError,
+    OutOfRangeError,
     NotFoundError,
     AlreadyExistsError,
     OverloadedError,

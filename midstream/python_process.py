@@ -16,15 +16,14 @@ import midstream
 
 _ROOT = Path(midstream.__file__).parents[1]
 
-
 # Top-level folders of a checkout; in an installation they are inside the package midstream (see setup.py).
-_PARTS = frozenset({"detokenizer", "gpu_worker", "kernels", "protos", "router", "scheduler"})
+PARTS = frozenset({"detokenizer", "gpu_worker", "kernels", "protos", "router", "scheduler"})
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
     """Return the command line that runs `module`, named as in a checkout; start it with `python_environment`."""
     part = module.partition(".")[0]
-    if part in _PARTS and (Path(midstream.__file__).parent / part).is_dir():
+    if part in PARTS and (Path(midstream.__file__).parent / part).is_dir():
         module = f"midstream.{module}"
     return [sys.executable, "-P", "-m", module, *arguments]
 

@@ -115,8 +115,9 @@ class StreamChunk(google.protobuf.message.Message):
     def response(self) -> protos.generation_pb2.GenerateResponse: ...
     @property
     def error(self) -> protos.generation_pb2.ErrorInfo:
-        """The stream ends without a final chunk because the request is unknown, or because this detokenizer has lost the
-        scheduler (UNAVAILABLE; the router should then attach to another detokenizer).
+        """The stream ends without a final chunk because the request is unknown, because an offset lies beyond the end of its
+        output (OUT_OF_RANGE), or because this detokenizer has lost the scheduler (UNAVAILABLE; the router should then
+        attach to another detokenizer).
         """
 
     def __init__(

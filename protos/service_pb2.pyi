@@ -49,6 +49,10 @@ global___Pooling = Pooling
 
 @typing.final
 class ResumeRequest(google.protobuf.message.Message):
+    """If the output ends before an offset, the error is OUT_OF_RANGE; an offset that a running request has not reached yet
+    waits for it.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
@@ -56,10 +60,12 @@ class ResumeRequest(google.protobuf.message.Message):
     FROM_TOKEN_BY_SEQUENCE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     from_token: builtins.int
-    """Number of tokens of each sequence that the caller already has."""
+    """Number of tokens of each sequence that the caller already has; at most those of the longest sequence."""
     @property
     def from_token_by_sequence(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """One offset per sequence index, used instead of from_token if the offsets differ."""
+        """One offset per sequence index, used instead of from_token if the offsets differ; each at most the length of its
+        sequence.
+        """
 
     def __init__(
         self,

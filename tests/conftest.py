@@ -41,7 +41,7 @@ _SHARING = (
 )
 # Files whose tests share the processes started in tests/faults/conftest.py.
 _PROCESSES = "the processes"
-_FAULTS = ("service_faults", "worker_faults", "idempotent_calls", "batches")
+_FAULTS = ("service_faults", "worker_faults", "idempotent_calls", "batches", "suspensions", "out_of_memory")
 # Files whose tests share the processes started in tests/proxies/conftest.py.
 _PROXIED = "the service behind proxies"
 _PROXIES = ("apis", "router_kills", "waiting_streams")

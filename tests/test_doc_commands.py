@@ -7,7 +7,7 @@ The line before a fence, an HTML comment, says how it is run:
     <!-- run: all -->          executed; it starts a service on the default ports by itself, or takes long
     <!-- not run: REASON -->   not executed
 
-`MIDSTREAM_ALL_DOC_COMMANDS=1 pytest tests/test_doc_commands.py` executes the second and third kind too; that takes
+`TEST_ALL_DOC_COMMANDS=1 pytest tests/test_doc_commands.py` executes the second and third kind too; that takes
 minutes, and ports 50051 and 8000 must be free.
 """
 
@@ -27,7 +27,7 @@ from tests.test_docs import PAGES, ROOT
 
 _FENCE = re.compile(r"^(?P<before>[^\n]*)\n```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"<!-- (?:(run)(?:: (service|all))?|not run: (\S.*)) -->")
-_RUNS_ALL = bool(os.environ.get("MIDSTREAM_ALL_DOC_COMMANDS"))
+_RUNS_ALL = bool(os.environ.get("TEST_ALL_DOC_COMMANDS"))
 _TIMEOUT_S = 400
 
 
@@ -56,7 +56,7 @@ RUN = [
         block,
         id=f"{block.page}:{block.line}",
         marks=[
-            pytest.mark.skipif(block.kind != "run" and not _RUNS_ALL, reason="MIDSTREAM_ALL_DOC_COMMANDS"),
+            pytest.mark.skipif(block.kind != "run" and not _RUNS_ALL, reason="TEST_ALL_DOC_COMMANDS"),
             pytest.mark.timeout(_TIMEOUT_S + 20),
         ],
     )

@@ -16,11 +16,16 @@ from midstream.config import KNOWN_SETTINGS
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-# These variables are read by the kernels, the tests, the compiler and the shell, not by the configuration of a service.
-OTHER_VARIABLES = {
-    "all_doc_commands", "all_families", "all_kills", "all_loops", "cpu_isa",
-    "fuzz_messages", "fuzz_seed", "run_dir", "wheel_kernels",
-}  # fmt: skip
+# Everything that may name a setting: whoever sets one of these variables must be able to start a service.
+SOURCES = [
+    path
+    for folder in (
+        "benchmarks", "deploy", "detokenizer", "docs", "examples", "gpu_worker", "kernels", "midstream", "router",
+        "scheduler",
+    )
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in {".md", ".py", ".sh", ".toml", ".yaml", ".yml"}
+]  # fmt: skip
 
 
 def text_of(page: Path) -> str:
@@ -48,10 +53,25 @@ def test_links_have_valid_targets(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_settings_and_commands_that_are_named_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    named = {name.lower() for name in re.findall(r"\bMIDSTREAM_([A-Z][A-Z_]*[A-Z])\b", text)}
-    assert named - KNOWN_SETTINGS - OTHER_VARIABLES == set()
+    assert variables_in(text) - KNOWN_SETTINGS == set()
     commands = set(re.findall(r"^(?:[A-Z_]+=\S+ )*midstream (\w+)", text, re.MULTILINE))
     assert commands - COMMANDS.keys() - PROGRAMS.keys() == set()
+
+
+def test_every_variable_that_code_or_a_document_names_is_accepted() -> None:
+    """Each process refuses variables with the prefix that it does not know, so other variables must not have it."""
+    files = [*PAGES, *SOURCES, ROOT / "Makefile", ROOT / "setup.py"]
+    unknown = {
+        (str(file.relative_to(ROOT)), name)
+        for file in files
+        for name in variables_in(file.read_text(encoding="utf-8")) - KNOWN_SETTINGS
+    }
+    assert unknown == set()
+
+
+def variables_in(text: str) -> set[str]:
+    """Return the settings whose variables are in the text; macros of the C++ compiler (-DNAME) are none."""
+    return {name.lower() for name in re.findall(r"(?<!-D)\bMIDSTREAM_([A-Z0-9_]*[A-Z0-9])\b", text)}
 
 
 def test_the_documented_path_of_a_request_exists() -> None:

@@ -31,7 +31,9 @@ def block_kind(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) ->
     settings = (config.weights, config.activations, config.kernels, config.implementation)
     has_product = model.device.type == "cpu" and not model.takes_host_inputs
     product = _product() if has_product else ""
-    return repr((numbers, settings, type(model.decoder).__name__, _code(), _processor(model.device), product))
+    return repr(
+        (numbers, settings, type(model.decoder).__name__, _code(), _processor(model.device, config.cpu_isa), product)
+    )
 
 
 @functools.cache
@@ -46,10 +48,10 @@ def _code() -> str:
     return f"{digest.hexdigest()[:32]} {torch.__version__} {version('transformers')}"
 
 
-def _processor(device: torch.device) -> str:
+def _processor(device: torch.device, cpu_isa: str) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    library = load_library()
+    library = load_library(cpu_isa)
     return f"{'reference' if library is None else library.isa} {torch.backends.cpu.get_cpu_capability()}"
 
 

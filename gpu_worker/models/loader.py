@@ -307,7 +307,7 @@ def _cpu_library(config: WorkerConfig, description: DecoderDescription, ranks: R
     if ranks.tensor_size > 1:
         reason = "its layers are sharded across ranks"
     if reason is None:
-        library = load_library()
+        library = load_library(config.cpu_isa)
         if library is not None:
             return library
         reason = "no build of them runs on this machine; if it has no compiler, install g++ for 15 times the speed"
@@ -319,7 +319,7 @@ def _cpu_library(config: WorkerConfig, description: DecoderDescription, ranks: R
 
 def _sampling_threads(config: WorkerConfig, device: torch.device) -> ThreadPool | None:
     """Return the threads of the CPU kernels for a model that does not itself run on these kernels; None on a GPU."""
-    library = None if device.type != "cpu" or config.kernels == "torch" else load_library()
+    library = None if device.type != "cpu" or config.kernels == "torch" else load_library(config.cpu_isa)
     return None if library is None else ThreadPool(library, num_threads(config))
 
 

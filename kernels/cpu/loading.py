@@ -14,23 +14,26 @@ from kernels.build import BASE_ISA, BUILD_OF, ISA_NEEDS, BuildError, build, proc
 from kernels.cpu.library import Library
 
 
-def load_library() -> Library | None:
+def load_library(isa: str = "auto") -> Library | None:
     """Return the best build of the kernels for this processor; None, after logging the reason, if there is none.
 
-    A missing build is compiled first, which takes a minute or more. The environment variable MIDSTREAM_CPU_ISA selects
-    an instruction set (amx, avx512, avxvnni, avx2; on ARM neon), or `reference` for the PyTorch reference.
+    A missing build is compiled first, which takes a minute or more.
+
+    Args:
+        isa: The only instruction set to try (a key of `ISA_NEEDS`), `reference` for none, or `auto`.
     """
-    return _load(os.environ.get("MIDSTREAM_CPU_ISA", ""))
+    return _load(isa)
 
 
 @functools.cache
 def _load(wanted: str) -> Library | None:
     if wanted == "reference":
         return None
-    if wanted and wanted not in ISA_NEEDS:
-        raise ValueError(f"MIDSTREAM_CPU_ISA={wanted}: expected reference or one of {', '.join(ISA_NEEDS)}")
     flags, reasons, is_fault = processor_flags(), [], False
-    for isa in [wanted] if wanted else ISA_NEEDS:
+    for isa in ISA_NEEDS if wanted == "auto" else [wanted]:
+        if isa not in ISA_NEEDS:
+            reasons.append(f"{isa}: not an instruction set of this architecture")
+            continue
         if not flags >= ISA_NEEDS[isa]:
             reasons.append(f"{isa}: this processor lacks {', '.join(sorted(ISA_NEEDS[isa] - flags))}")
             continue

@@ -209,7 +209,8 @@ class AsyncClient:
         """Return the rest of a running or recently finished request, starting at a token offset.
 
         Raises:
-            InvalidArgumentError: `from_token` is not a valid offset.
+            InvalidArgumentError: `from_token` is not a valid offset. The stream raises OutOfRangeError if the output
+                ends before it.
         """
         set_fields(service_pb2.ResumeRequest(), from_token=from_token)
         return AsyncStream(

@@ -43,6 +43,12 @@ class WorkerConfig(ServiceConfig):
         choices=("auto", "f32", "int16", "int8", "f8"),
     )
     kernels: str = setting("auto", "CPU kernel implementation.", choices=("auto", "native", "torch"))
+    cpu_isa: str = setting(
+        "auto",
+        "Instruction set of the CPU kernels; auto: the first that the processor supports and whose check passes; "
+        "reference: PyTorch's operations.",
+        choices=("auto", "amx", "avx512", "avxvnni", "avx2", "neon", "reference"),
+    )
     implementation: str = setting(
         "auto",
         "Model implementation: native, transformers (with paged attention), or auto (native where it exists).",

@@ -366,6 +366,8 @@ def channel_options(
         # Despite its name, this is the time limit for one attempt. It is long enough for TLS on a slow network or a
         # busy machine, and short enough for hosts that have disappeared without closing their connections.
         ("grpc.min_reconnect_backoff_ms", 3_000),
+        # A restarted process may have another address; by default, gRPC resolves a name at most once in 30 s.
+        ("grpc.dns_min_time_between_resolutions_ms", 250),
         # Each channel has its own backoff, even if several use the same address.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.lb_policy_name", "round_robin"),

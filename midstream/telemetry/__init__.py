@@ -25,6 +25,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from midstream.python_process import PARTS
 from midstream.security.host_header import AllowedHosts
 
 PREFIX = "midstream:"
@@ -54,6 +55,9 @@ LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.
 current_request_id: ContextVar[str] = ContextVar("current_request_id", default="")
 # The X-Request-Id that the client or a proxy gave the HTTP call; empty if there is none.
 current_outer_id: ContextVar[str] = ContextVar("current_outer_id", default="")
+
+# The loggers that follow the configured level; `__main__` is the module that the process runs.
+_OWN_LOGGERS = ("__main__", "midstream", *PARTS)
 
 _PLAIN_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -110,15 +114,20 @@ def _escape(text: str) -> str:
 
 
 def configure_logging(service: str, *, level: str = "info", style: str = "json") -> None:
-    """Send all log records of this process to standard error.
+    """Send the log records of this process to standard error.
 
     Args:
         service: Name of the process, which is in every line.
+        level: Minimum level of Midstream's own records. Other libraries' records are logged from WARNING on: at lower
+            levels they contain what they process, such as all headers of a call with its credentials (hpack).
         style: `json` or `text`.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service) if style == "json" else TextFormatter(service))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    own_level = logging.getLevelNamesMapping()[level.upper()]
+    logging.basicConfig(level=max(own_level, logging.WARNING), handlers=[handler], force=True)
+    for name in _OWN_LOGGERS:
+        logging.getLogger(name).setLevel(own_level)
 
 
 class TimeHistogram(Collector):

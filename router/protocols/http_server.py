@@ -35,6 +35,13 @@ _BACKLOG = 2048
 _MAX_ACCEPTED_PER_TURN = 8
 # Maximum time for rejecting the requests that are cancelled at the end of the drain time.
 _REJECTION_S = 1.0
+# A client that has sent the end of its data may still wait for the answer, or be gone. If it is gone, it resets the
+# connection once it gets any data, so it gets some after the first time unless the answer has ended; a reset is looked
+# for at the intervals. A client's request is aborted within a second of its end.
+_PROBE_AFTER_S, _RESET_INTERVAL_S = 0.25, 0.1
+# Data without a meaning: an interim response before the head of a response, and a chunk with a comment between events.
+_INTERIM, _COMMENT = b"HTTP/1.1 100 Continue\r\n\r\n", b"3\r\n:\n\n\r\n"
+_EVENTS = "streams events"  # a key of the scope: whether the response is a stream of events
 # Headers that contain the id of a call, in OpenAI's API and in Anthropic's.
 _ID_HEADERS = (b"x-request-id", b"request-id")
 # An id from outside: printable ASCII characters.
@@ -110,8 +117,8 @@ class _Parser(httptools.HttpRequestParser):
 class _Protocol(HttpToolsProtocol):
     """uvicorn's protocol with limits on connections, on the size of the head, and on the time to receive a request.
 
-    It also extracts the names in the client's certificate, and ignores offers of other protocols, as HTTP permits:
-    some clients offer HTTP/2 with every request.
+    It also extracts the names in the client's certificate, ignores offers of other protocols, as HTTP permits (some
+    clients offer HTTP/2 with every request), and answers clients that close their side of the connection.
 
     Attributes:
         offers_protocol: Whether the last head offers another protocol.
@@ -124,6 +131,7 @@ class _Protocol(HttpToolsProtocol):
     _is_counted = False
     _timer: asyncio.TimerHandle | None = None
     _is_leaving = False
+    _reset_timer: asyncio.TimerHandle | None = None
     offers_protocol = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -144,10 +152,42 @@ class _Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Release the connection's resources."""
         self._expect(None)
+        if self._reset_timer is not None:
+            self._reset_timer.cancel()
         if self._is_counted:
             self._is_counted = False
             self.limits.leave(self._address)
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep a connection on which complete requests wait for their answers; it is closed after the last one.
+
+        With TLS, the event loop closes the connection in any case. In HTTP/1.0 there is no data without a meaning, so
+        the client is assumed to be gone.
+        """
+        cycle = self.cycle
+        is_answered = cycle is None or cycle.response_complete or cycle.more_body
+        if is_answered or self.scheme == "https" or cycle.scope["http_version"] == "1.0":
+            return False
+        cycle.keep_alive = False
+        self._reset_timer = self.loop.call_later(_PROBE_AFTER_S, self._probe)
+        return True
+
+    def _probe(self) -> None:
+        cycle = self.cycle
+        if not self.pipeline and not self.transport.is_closing():  # else the earlier responses are such data
+            if not cycle.response_started:
+                self.transport.write(_INTERIM)
+            elif cycle.chunked_encoding and cycle.scope.get(_EVENTS):
+                self.transport.write(_COMMENT)
+        self._look_for_reset()
+
+    def _look_for_reset(self) -> None:
+        # After the end of its data, the event loop no longer watches the connection.
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self._reset_timer = self.loop.call_later(_RESET_INTERVAL_S, self._look_for_reset)
 
     def data_received(self, data: bytes) -> None:
         """Close a connection whose head (or trailer) exceeds the limit."""
@@ -274,7 +314,7 @@ class HostCheckedApp:
 class IdentifiedApp:
     """ASGI middleware that gives each call an id for the log, and for the header `x-request-id` of a response that has
     no id of its own. If the request has that header, from a client or a proxy, the response repeats it, and each line
-    of the log has it, too.
+    of the log has it, too. It also notes in the scope whether the response is a stream of events.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -290,6 +330,8 @@ class IdentifiedApp:
         async def send_identified(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = list(message.get("headers", ()))
+                types = (value for name, value in headers if name.lower() == b"content-type")
+                scope[_EVENTS] = any(value.startswith(b"text/event-stream") for value in types)
                 if given:
                     headers = [(name, value) for name, value in headers if name.lower() != _ID_HEADERS[0]]
                     message = {**message, "headers": [*headers, (_ID_HEADERS[0], given)]}

@@ -133,15 +133,18 @@ def next_to_pause(active: Sequence[Request], group: WorkerGroup, kept: Collectio
 
 def wants_context(request: Request, group: WorkerGroup) -> bool:
     """Return whether the group's next step has token budget left, or no context of the request's client runs in the
-    group.
+    group, or only longer ones, of which a step computes only a part.
 
-    Thus urgent requests can still overtake waiting ones, and no client waits until the long contexts of another are
+    Thus urgent requests can still overtake waiting ones, and no request waits until the long contexts of others are
     computed.
     """
     if group.num_context_tokens < max(1, group.max_num_tokens - len(group.generating)):
         return True
-    client_id = request.spec.client_id
-    return all(sequence.request.spec.client_id != client_id for sequence in group.context)
+    own = [sequence for sequence in group.context if sequence.request.spec.client_id == request.spec.client_id]
+    if own and not group.config.enable_chunked_context:
+        return False
+    num_tokens = min((sequence.num_tokens for sequence in request.waiting_sequences), default=0)
+    return all(num_tokens < sequence.num_context_tokens for sequence in own)
 
 
 def has_room_for(request: Request, group: WorkerGroup) -> bool:

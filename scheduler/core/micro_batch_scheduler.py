@@ -84,8 +84,10 @@ class StaticLockstep(MicroBatchScheduler):
 
 
 def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
-    """Add context chunks until the budget is used up; each client's sequences are served in the order in which they
-    started.
+    """Add context chunks until the budget is used up.
+
+    A client's sequences are served in the order in which they started, but up to half of its tokens go to contexts that
+    are shorter than its oldest one, the shortest first: many users may share one client id, or have none.
 
     The client with the fewest tokens is served first. A part of the budget is reserved for the other clients, so that
     none of them waits until the contexts of another are computed. Each of them gets at most as many tokens as the first
@@ -104,14 +106,27 @@ def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
         budget = step.num_tokens_left
         if group.clients.are_several and group.config.enable_chunked_context:
             budget = min(budget, max(1, group.max_num_tokens // 2))  # another client may arrive during the step
-        _add_chunks(group.context, step, limit, budget)
+        _add_own(group.context, step, limit, budget)
         return
     least, *others = sorted(clients.values(), key=lambda waiting: sum(item.num_context_tokens for item in waiting))
     for_others = max(1, step.num_tokens_left // _PART_FOR_OTHERS)
-    num_first = _add_chunks(least, step, limit, max(1, step.num_tokens_left - for_others))
+    num_first = _add_own(least, step, limit, max(1, step.num_tokens_left - for_others))
     for num_served, waiting in enumerate(others):
         equal_share = -(-step.num_tokens_left // (len(others) - num_served))
-        _add_chunks(waiting, step, limit, min(equal_share, max(num_first, for_others)))
+        _add_own(waiting, step, limit, min(equal_share, max(num_first, for_others)))
+
+
+def _add_own(waiting: list[Sequence], step: StepBuilder, limit: int, budget: int) -> int:
+    """Add chunks of the contexts of one client; return the number of tokens added."""
+    oldest, *others = waiting
+    shorter = [item for item in others if item.num_context_tokens < oldest.num_context_tokens]
+    if not shorter or not step.group.config.enable_chunked_context:
+        return _add_chunks(waiting, step, limit, budget)
+    shorter.sort(key=lambda item: item.num_context_tokens)
+    rest = [item for item in others if item.num_context_tokens >= oldest.num_context_tokens]
+    for_shorter = min(budget // 2, sum(item.num_context_tokens for item in shorter))
+    num_oldest = _add_chunks([oldest], step, limit, budget - for_shorter)
+    return num_oldest + _add_chunks([*shorter, *rest], step, limit, budget - num_oldest)
 
 
 def _add_chunks(waiting: list[Sequence], step: StepBuilder, limit: int, budget: int) -> int:

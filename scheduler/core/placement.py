@@ -95,7 +95,9 @@ class Placement:
         if not any(group.num_free_rows for group in groups):
             return False
         waiting: list[Request] = []  # heads that wait for capacity
-        for request in [head, *self._queue.behind(head, _MAX_LOOKED_AT)]:
+        heads = [head, *self._queue.behind(head, _MAX_LOOKED_AT)]
+        smaller = (self._queue.smallest_after(first) for first in heads)
+        for request in [*heads, *(item for item in smaller if item is not None)]:
             if request is not head:
                 if not all(self._may_overtake(request, other) for other in waiting):
                     continue
@@ -106,14 +108,14 @@ class Placement:
         return False
 
     def _may_overtake(self, request: Request, other: Request) -> bool:
-        """Return whether a request may start before one of another client that waits for capacity.
+        """Return whether a request may start before one that waits for capacity.
 
-        It may if the other client's own requests already use its share of the capacity. Otherwise capacity is being
-        freed for the waiting request, and the requests that overtake it may take at most as much capacity as it needs
-        itself.
+        It may if the other request's client already uses its share of the capacity with other requests. Otherwise, or
+        if both have the same client, capacity is being freed for the waiting request, and the requests that overtake it
+        may take at most as much capacity as it needs itself.
         """
         if request.spec.client_id == other.spec.client_id:
-            return False
+            return self._queue.may_overtake_own(request, other)
         if _holds_its_share(other.spec.client_id, self._membership.groups.values()):
             return True
         are_newcomers = self._queue.is_newcomer(request) and self._queue.is_newcomer(other)

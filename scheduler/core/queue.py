@@ -13,8 +13,9 @@ A request that its worker could not run yet is held: it waits like the others, b
 it has no output, its client is charged both for the wasted computation and for the next start: otherwise requests that
 are often held, such as those with a new grammar, would keep other clients waiting.
 
-A client's requests start in order of arrival, even if a smaller one further back would fit. Placement decides which
-requests may start before a waiting head of another client.
+A client's requests start in order of arrival, except that smaller ones may start before its oldest request while that
+one waits for capacity, until they have been charged as much as it costs. Many users may share one client id, or have
+none. Placement decides which requests may start before a waiting head of another client.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from scheduler.core.request import Request
 
 # Number of idle clients to remember, in addition to two per waiting request.
 _MAX_IDLE_CLIENTS = 64
+# Number of a client's next requests to search for smaller ones that may overtake its oldest request.
+_MAX_SEARCHED = 32
 # Number of stale entries (of requests that no longer wait) to keep, in addition to one per waiting request.
 _MAX_REMOVED = 64
 
@@ -91,6 +94,16 @@ class _FairQueue:
         for entry in entries:
             heapq.heappush(self._heap, entry)
         return heads
+
+    def oldest(self, client_id: str, waiting: dict[Request, int]) -> Request | None:
+        """Return the client's request that is to start next, or None."""
+        return next((request for request in self._clients[client_id].requests if request in waiting), None)
+
+    def next_of(self, head: Request, waiting: dict[Request, int]) -> list[Request]:
+        """Return the next requests of a head's client, in order."""
+        requests = self._clients[head.spec.client_id].requests
+        following = (requests[place] for place in range(1, min(len(requests), 1 + _MAX_SEARCHED)))
+        return [request for request in following if request in waiting]
 
     def tag(self, client_id: str) -> float:
         """Return the client's virtual time, by which clients are ordered."""
@@ -177,6 +190,8 @@ class RequestQueue:
         self._fair: dict[int, _FairQueue] = {}
         self._priorities: list[int] = []  # highest first
         self._num_charged: dict[Request, int] = {}  # rows charged to each request; removed when it ends
+        # What requests that overtook a waiting request of their client were charged.
+        self._overtaken: dict[Request, float] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -224,6 +239,7 @@ class RequestQueue:
     def remove(self, request: Request) -> None:
         """Remove a request from any position."""
         self.num_tokens -= self._waiting.pop(request)
+        self._overtaken.pop(request, None)
         if request in self._held:
             del self._held[request]
         elif request in self._returned_requests:
@@ -269,11 +285,16 @@ class RequestQueue:
             num_rows = request.spec.num_rows if is_whole else num_before + num_sequences
             self._num_charged[request] = num_rows
             cost = self._charge(request, num_rows) - self._charge(request, num_before)
+            queue = self._fair[request.spec.priority]
+            oldest = queue.oldest(request.spec.client_id, self._waiting)
+            if oldest is not None and oldest is not request:
+                self._overtaken[oldest] = self._overtaken.get(oldest, 0.0) + cost
             if is_whole:
-                self._fair[request.spec.priority].withdraw(request)
-            self._fair[request.spec.priority].charge(request.spec.client_id, cost)
+                queue.withdraw(request)
+            queue.charge(request.spec.client_id, cost)
         if is_whole:
             self.num_tokens -= self._waiting.pop(request)
+            self._overtaken.pop(request, None)
             if request in self._returned_requests:
                 self._returned_requests.discard(request)
                 self._forget_returned()
@@ -311,6 +332,15 @@ class RequestQueue:
         candidates.sort(key=lambda request: -request.spec.priority)  # stable: those that ran before stay first
         return [request for request in candidates if request is not head][:most]
 
+    def smallest_after(self, first: Request) -> Request | None:
+        """Return the smallest of the next new requests of the client of `first`; None if there is none, or `first` is
+        not itself a new request, and therefore not the first of its client.
+        """
+        if not self.is_newcomer(first):
+            return None
+        following = self._fair[first.spec.priority].next_of(first, self._waiting)
+        return min(following, key=lambda request: self._charge(request, request.spec.num_rows), default=None)
+
     def allowance(self, request: Request, other: Request) -> float:
         """Return how much more the client of `other` may be charged before the client of `request` would also be
         served.
@@ -324,6 +354,14 @@ class RequestQueue:
         num_charged = self._num_charged.get(request, 0)
         cost = self._charge(request, request.spec.num_rows) - self._charge(request, num_charged)
         return queue.tag(request.spec.client_id) + cost - queue.tag(other.spec.client_id)
+
+    def may_overtake_own(self, request: Request, other: Request) -> bool:
+        """Return whether a request may start before an older one of its client, which waits for capacity."""
+        are_newcomers = self.is_newcomer(request) and self.is_newcomer(other)
+        if not are_newcomers or request.spec.priority != other.spec.priority:
+            return False
+        cost, other_cost = (self._charge(item, item.spec.num_rows) for item in (request, other))
+        return cost < other_cost and self._overtaken.get(other, 0.0) + cost <= other_cost
 
     def is_newcomer(self, request: Request) -> bool:
         """Return whether a waiting request has never run."""

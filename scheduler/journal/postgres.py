@@ -16,24 +16,15 @@ import psycopg
 
 from midstream.errors import ConfigError
 from scheduler.journal import DeposedError, JournalError
+from scheduler.journal.postgres_database import Connection, Database
 from scheduler.journal.store import SCHEMA_VERSION, Store, StoredJournal, Transaction
 
 logger = logging.getLogger(__name__)
 
 LEASE_S = 2.0
 _POLL_INTERVAL_S = 0.2
-_CONNECT_TIMEOUT_S = 5
-_LINK_TIMEOUT_MS = int(2 * LEASE_S * 1000)
-_SERVER_LINK = {
-    "tcp_keepalives_idle": 1,
-    "tcp_keepalives_interval": 1,
-    "tcp_keepalives_count": 3,
-    "tcp_user_timeout": _LINK_TIMEOUT_MS,
-    "idle_in_transaction_session_timeout": _LINK_TIMEOUT_MS,
-}
-# An arbitrary number: the key of an advisory lock that lets only one process at a time create the tables.
-_SCHEMA_LOCK = 0x6D696473
-_SCHEMA = """
+LINK_TIMEOUT_S = 2 * LEASE_S
+_TABLES = """
 CREATE TABLE IF NOT EXISTS midstream_writer (
     one integer PRIMARY KEY CHECK (one = 1), schema_version integer NOT NULL, epoch bigint NOT NULL,
     holder text NOT NULL, lease_until timestamptz NOT NULL);
@@ -49,46 +40,11 @@ _RENEW = (
 )
 
 
-def connect(conninfo: str, name: str, schema: str) -> psycopg.Connection[tuple[object, ...]]:
-    """Connect to the database, and create its missing tables.
-
-    Commits are durable regardless of the server's default. Both sides detect a lost connection soon after the lease has
-    expired, instead of hours later: otherwise a lost client would hold the lease's row until the server aborted its
-    transaction.
-
-    Args:
-        name: Name of the connection in the server's views.
-        schema: Statements that create the tables.
-    """
-    connection: psycopg.Connection[tuple[object, ...]] = psycopg.connect(
-        conninfo,
-        autocommit=True,
-        connect_timeout=_CONNECT_TIMEOUT_S,
-        application_name=f"midstream {name}",
-        keepalives_idle=1,
-        keepalives_interval=1,
-        keepalives_count=3,
-        tcp_user_timeout=_LINK_TIMEOUT_MS,
-    )
-    try:
-        connection.execute("SET synchronous_commit = on")
-        for setting, value in _SERVER_LINK.items():
-            connection.execute(f"SET {setting} = {value}".encode())
-        with connection.transaction():
-            connection.execute("SELECT pg_advisory_xact_lock(%s)", (_SCHEMA_LOCK,))
-            for statement in schema.split(";"):
-                connection.execute(statement.encode())
-    except psycopg.Error:
-        connection.close()
-        raise
-    return connection
-
-
 class PostgresStore(Store):
     """A journal in the tables of one database."""
 
     def __init__(self, conninfo: str, holder: str, *, is_standby: bool = False) -> None:
-        """Prepare the store; `take_over` connects.
+        """Prepare the store; `take_over` connects. Raises ConfigError if the connection string is invalid.
 
         Args:
             conninfo: Connection string for libpq: a URL, or `host=... dbname=...`.
@@ -96,16 +52,14 @@ class PostgresStore(Store):
                 lease.
             is_standby: Whether to wait even for a lease of this name.
         """
-        self._conninfo = conninfo
+        self._database = Database(conninfo, holder, _TABLES % SCHEMA_VERSION, LINK_TIMEOUT_S)
         self._holder = holder
         self._is_standby = is_standby
-        self._connection: psycopg.Connection[tuple[object, ...]] | None = None
         self._epoch = 0
 
     def take_over(self, least_epoch: int) -> int:
         """Connect, create missing tables, and wait for the lease."""
         with self._errors("cannot be opened"):
-            self._connection = connect(self._conninfo, self._holder, _SCHEMA % SCHEMA_VERSION)
             seen: object = None
             since = time.monotonic()
             # A lease that has not been renewed for this long has expired, even if the database's clock was set back.
@@ -121,8 +75,7 @@ class PostgresStore(Store):
         """Take the lease if it has expired, if `is_over`, or if a scheduler of this name held it and this is not a
         standby; otherwise return its current row.
         """
-        connection = self._connected
-        with connection.transaction():
+        with self._database.transaction() as connection:
             version, epoch, holder, is_free, until = connection.execute(
                 "SELECT schema_version, epoch, holder, lease_until <= clock_timestamp(), lease_until::text "
                 "FROM midstream_writer FOR UPDATE"
@@ -147,20 +100,24 @@ class PostgresStore(Store):
 
     def read(self) -> StoredJournal:
         stored = StoredJournal()
-        with self._errors("cannot be read"):
+        with self._errors("cannot be read"), self._database.transaction() as connection:
             query = "SELECT number, request, output FROM midstream_requests ORDER BY number"
-            stored.requests.extend(self._connected.execute(query))  # type: ignore[arg-type]
+            stored.requests.extend(connection.execute(query))  # type: ignore[arg-type]
             query = "SELECT number, record FROM midstream_commits ORDER BY number"
-            stored.commits.extend(self._connected.execute(query))  # type: ignore[arg-type]
+            stored.commits.extend(connection.execute(query))  # type: ignore[arg-type]
             query = "SELECT name, record FROM midstream_adapters ORDER BY name"
-            stored.adapters.extend(self._connected.execute(query))  # type: ignore[arg-type]
+            stored.adapters.extend(connection.execute(query))  # type: ignore[arg-type]
         return stored
 
     def write(self, transaction: Transaction) -> None:
         """Write one transaction, which starts by renewing the lease; a long one also renews it at its end."""
         started = time.monotonic()
-        with self._errors("cannot be written"), self._connected.transaction(), self._connected.cursor() as cursor:
-            self._renew()
+        with (
+            self._errors("cannot be written"),
+            self._database.transaction() as connection,
+            connection.cursor() as cursor,
+        ):
+            self._renew(connection)
             if transaction.accepted:
                 cursor.executemany("INSERT INTO midstream_requests VALUES (%s, %s, '')", transaction.accepted)
             if transaction.compacted is not None:
@@ -182,15 +139,16 @@ class PostgresStore(Store):
             if transaction.forgotten:
                 cursor.execute("DELETE FROM midstream_requests WHERE number = ANY(%s)", (transaction.forgotten,))
             if time.monotonic() - started > LEASE_S / 2:
-                self._renew()  # a standby may be waiting for this transaction, and takes over if the lease has expired
+                # A standby may be waiting for this transaction, and takes over if the lease has expired.
+                self._renew(connection)
 
     def check(self) -> None:
         """Renew the lease."""
-        with self._errors("cannot be written"):
-            self._renew()
+        with self._errors("cannot be written"), self._database.transaction() as connection:
+            self._renew(connection)
 
-    def _renew(self) -> None:
-        if self._connected.execute(_RENEW, (LEASE_S, self._epoch)).rowcount != 1:
+    def _renew(self, connection: Connection) -> None:
+        if connection.execute(_RENEW, (LEASE_S, self._epoch)).rowcount != 1:
             raise DeposedError(f"scheduler epoch {self._epoch} was superseded: another scheduler has the lease")
 
     @contextlib.contextmanager
@@ -200,17 +158,9 @@ class PostgresStore(Store):
         except psycopg.Error as error:
             raise JournalError(f"the journal in PostgreSQL {what}: {str(error).strip()}") from None
 
-    @property
-    def _connected(self) -> psycopg.Connection[tuple[object, ...]]:
-        if self._connection is None:
-            raise JournalError("the journal is not open")
-        return self._connection
-
     def close(self) -> None:
         """Release the lease, so that a standby need not wait, and disconnect."""
-        if self._connection is None:
-            return
-        with contextlib.suppress(psycopg.Error):
-            self._connection.execute(_RENEW, (0, self._epoch))
-        self._connection.close()
-        self._connection = None
+        if self._epoch and self._database.is_connected:
+            with contextlib.suppress(psycopg.Error), self._database.transaction() as connection:
+                connection.execute(_RENEW, (0, self._epoch))
+        self._database.close()

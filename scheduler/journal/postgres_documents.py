@@ -9,10 +9,11 @@ import psycopg
 
 from midstream.errors import UnavailableError
 from scheduler.journal.documents import Cursor, Execute, SqlDocuments
-from scheduler.journal.postgres import connect
+from scheduler.journal.postgres import LINK_TIMEOUT_S
+from scheduler.journal.postgres_database import Connection, Database
 
 # Ids are compared by bytes, regardless of the database's collation.
-_SCHEMA = """
+_TABLES = """
 CREATE TABLE IF NOT EXISTS midstream_documents (
     kind text NOT NULL, id text COLLATE "C" NOT NULL, owner text COLLATE "C" NOT NULL, version bigint NOT NULL,
     created_ns bigint NOT NULL, expires_ns bigint, data bytea NOT NULL, PRIMARY KEY (kind, id, owner));
@@ -29,51 +30,45 @@ class PostgresDocuments(SqlDocuments):
 
     def __init__(self, conninfo: str, holder: str) -> None:
         """Prepare the store; `open` connects. The arguments are those of PostgresStore."""
-        self._conninfo, self._holder = conninfo, holder
-        self._connection: psycopg.Connection[tuple[object, ...]] | None = None
+        self._database = Database(conninfo, f"{holder} documents", _TABLES, LINK_TIMEOUT_S)
         self._epoch = 0
 
     def open(self, scheduler_epoch: int) -> None:
         """Connect, and create the table if it is missing."""
         self._epoch = scheduler_epoch
-        with self._errors("opened"):
-            self._connected  # noqa: B018 (connects)
-
-    @property
-    def _connected(self) -> psycopg.Connection[tuple[object, ...]]:
-        if self._connection is None:
-            self._connection = connect(self._conninfo, f"{self._holder} documents", _SCHEMA)
-        return self._connection
+        with self._errors("opened"), self._database.transaction():
+            pass
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[Execute]:
-        with self._errors("read"):
-            yield self._execute
+        with self._errors("read"), self._database.transaction() as connection:
+            yield _executing(connection)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[Execute]:
-        with self._errors("written"), self._connected.transaction():
-            yield self._execute
+        with self._errors("written"), self._database.transaction() as connection:
+            execute = _executing(connection)
+            yield execute
             # This check comes last, since token commits wait as long as the row is locked. A new writer waits for the
             # end of this transaction.
-            found = self._execute("SELECT epoch FROM midstream_writer WHERE one = 1 FOR SHARE", ()).fetchall()
+            found = execute("SELECT epoch FROM midstream_writer WHERE one = 1 FOR SHARE", ()).fetchall()
             if not found or found[0][0] != self._epoch:
                 raise UnavailableError(f"scheduler epoch {self._epoch} was superseded: another scheduler has the lease")
-
-    def _execute(self, statement: str, values: Sequence[object]) -> Cursor:
-        return self._connected.execute(statement.replace("?", "%s").encode(), values)
 
     @contextlib.contextmanager
     def _errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except psycopg.Error as error:
-            if self._connection is not None and (self._connection.closed or self._connection.broken):
-                self._connection = None
             message = f"the documents in PostgreSQL cannot be {what}: {str(error).strip()}"
             raise UnavailableError(message) from None
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        self._database.close()
+
+
+def _executing(connection: Connection) -> Execute:
+    def execute(statement: str, values: Sequence[object]) -> Cursor:
+        return connection.execute(statement.replace("?", "%s").encode(), values)
+
+    return execute

@@ -1,7 +1,7 @@
 """The kernels' loops are found in the code that this machine's compiler generates, and are complete.
 
 By default this tests only the builds that this processor runs, which are already compiled; compiling another one takes
-over a minute. With MIDSTREAM_ALL_LOOPS=1 it tests all of them.
+over a minute. With TEST_ALL_LOOPS=1 it tests all of them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MULTIPLIES = {
         "pairs in a tile": {rows: 16 * rows for rows in range(1, 7)},
     },
 }
-ISAS = [isa for isa in MULTIPLIES if os.environ.get("MIDSTREAM_ALL_LOOPS") or isa in builds_for(processor_flags())]
+ISAS = [isa for isa in MULTIPLIES if os.environ.get("TEST_ALL_LOOPS") or isa in builds_for(processor_flags())]
 code_of = functools.cache(lambda isa: functions(build(isa)))
 
 

@@ -74,7 +74,7 @@ class Guarded(NamedProcesses):
     def start(self, *names: str) -> None:
         """Start processes by name."""
         for name in names:
-            self.launch(name, *self._command(name), "--model", self._model)
+            self.launch(name, *self._command(name), "--model", self._model, "--log-level", "debug")
 
     def kill(self, name: str) -> None:
         self.end(name)

@@ -216,16 +216,42 @@ async def test_restarted_components_authenticate_again(guarded: Guarded) -> None
 
 
 async def test_logs_and_metrics_hold_no_contents_and_no_credentials(guarded: Guarded) -> None:
+    """All processes log at level debug. The calls use each API, and each header that may contain a token."""
     secret = "tell nobody of zygomorphic petunias"
-    async with guarded.alice() as alice:
+    async with guarded.alice() as alice, guarded.carol() as carol:
         result = await alice.generate(secret, sampling=SAMPLING, request_id="quiet", timeout_s=100).result()
+        await carol.generate(secret, sampling=SAMPLING, timeout_s=100).result()
         with pytest.raises(InvalidArgumentError):
             await alice.generate(secret, sampling=SamplingParams(max_tokens=-1)).result()
     context = ssl.create_default_context(cafile=guarded.authority.ca)
-    url = f"https://127.0.0.1:{guarded.ports['http']}/metrics"
-    status, metrics = await asyncio.to_thread(fetch, url, context, Authorization=f"Bearer {ALICE}")
+    base = f"https://127.0.0.1:{guarded.ports['http']}"
+    messages = {"model": "m", "max_tokens": 20, "messages": [{"role": "user", "content": secret}]}
+    bodies = {
+        "/v1/completions": {"prompt": secret, "max_tokens": 20},
+        "/v1/completions?wrong": {"prompt": secret, "max_tokens": -1},
+        "/v1/chat/completions": messages,
+        "/v1/responses": {"input": secret, "max_output_tokens": 20},
+        "/v1/messages": messages,
+    }
+    for header in ({"Authorization": f"Bearer {ALICE}"}, {"x-api-key": ALICE}, {"x-api-key": f"{ALICE}-mistyped"}):
+        for path, body in bodies.items():
+            await asyncio.to_thread(post, base + path, body, context, header)
+    async with guarded.client(tls=Tls(ca=guarded.authority.ca), token=f"{ALICE}-mistyped") as client:
+        with pytest.raises(UnauthenticatedError):
+            await client.server_info()
+    status, metrics = await asyncio.to_thread(fetch, f"{base}/metrics", context, Authorization=f"Bearer {ALICE}")
     assert status == 200
-    logs = [guarded.log(name) for name in ("scheduler", "worker", "detokenizer", "token", "certificate")]
-    for text in (metrics, *logs):
-        for hidden in ("zygomorphic", result.text[:40], ALICE, ROOT):
-            assert hidden not in text
+    logs = {name: guarded.log(name) for name in ("scheduler", "worker", "detokenizer", "token", "certificate")}
+    assert all('"level": "debug"' in logs[name] for name in ("scheduler", "token", "certificate"))
+    ids = ", ".join(map(str, result.token_ids[:4]))
+    for hidden in ("zygomorphic", result.text[:40], ids, ALICE, ROOT):
+        assert [name for name, text in {**logs, "metrics": metrics}.items() if hidden in text] == []
+
+
+def post(url: str, body: object, context: ssl.SSLContext, headers: dict[str, str]) -> None:
+    """Send a request, which may be refused."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json", **headers})
+    try:
+        urllib.request.urlopen(request, timeout=60, context=context).close()
+    except urllib.error.HTTPError as error:
+        error.close()

@@ -3,11 +3,11 @@ run.
 
 The kinds of component take turns: at each token, the next one is killed. Each request runs up to four times, starting
 with a different kind each time, so that every kind is killed at every token. By default, only one of the four runs is
-made, with 24 tokens. With MIDSTREAM_ALL_KILLS=1 all of them are made, with 48 tokens, over frames and gRPC, and with
-each layout of workers. MIDSTREAM_KILL_MODEL=NAME runs the tests on a model of tests/gpu_worker/test_families.py.
+made, with 24 tokens. With TEST_ALL_KILLS=1 all of them are made, with 48 tokens, over frames and gRPC, and with
+each layout of workers. TEST_KILL_MODEL=NAME runs the tests on a model of tests/gpu_worker/test_families.py.
 
 Other models are tested with a few kills: by default one with recurrent state and one with a latent cache, and with
-MIDSTREAM_ALL_KILLS=1 nearly all models of tests/gpu_worker/test_families.py.
+TEST_ALL_KILLS=1 nearly all models of tests/gpu_worker/test_families.py.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from tests.gpu_worker.core_with_runners import CoreWithRunners, outputs
 from tests.gpu_worker.test_families import MODELS
 from tests.gpu_worker.tiny_models import make_runner
 
-MODEL = os.environ.get("MIDSTREAM_KILL_MODEL", "llama")
-ROTATIONS = range(4) if os.environ.get("MIDSTREAM_ALL_KILLS") else None
+MODEL = os.environ.get("TEST_KILL_MODEL", "llama")
+ROTATIONS = range(4) if os.environ.get("TEST_ALL_KILLS") else None
 # Idefics 3 needs an image processor (tests/integration/test_images.py kills its workers), and `phi3_long` does not
 # support sequences as long as these tests need.
 LEFT_OUT = ("idefics3", "phi3_long")
@@ -169,7 +169,7 @@ async def test_a_group_of_ranks_that_runs_ahead_dies_at_any_step(
     """One of the two ranks, or both, are killed when a step has just been sent, most often after another step whose
     tokens the scheduler does not know yet.
 
-    By default this happens at three steps of the request, and with MIDSTREAM_ALL_KILLS=1 at every step.
+    By default this happens at three steps of the request, and with TEST_ALL_KILLS=1 at every step.
     """
     expected = alone(request_of(kind, ""), runner)
     group = ForkedGroup(folder.path, service.worker_address, 2, *GROUP_FLAGS)

@@ -1,7 +1,7 @@
 """A stored response streamed by OpenAI's client, and a message retried by Anthropic's client, while a component is
 killed at each token.
 
-As in test_kill_at_every_step.py, a different component is killed at each token; with MIDSTREAM_ALL_KILLS=1, every
+As in test_kill_at_every_step.py, a different component is killed at each token; with TEST_ALL_KILLS=1, every
 component is killed at every token.
 """
 
@@ -32,7 +32,7 @@ MESSAGE: Any = {
     "max_tokens": NUM_TOKENS,
     "extra_body": {"temperature": 0},
 }
-ROTATIONS = range(4) if os.environ.get("MIDSTREAM_ALL_KILLS") else (2,)
+ROTATIONS = range(4) if os.environ.get("TEST_ALL_KILLS") else (2,)
 
 
 @pytest.fixture(scope="module")

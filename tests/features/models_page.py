@@ -15,7 +15,7 @@ transformers: our own implementation in `tests/gpu_worker/test_families.py`, and
 `tests/gpu_worker/test_transformers_model.py`. For our own implementation, the logits are within 1e-4 of those of
 transformers (relative to the largest logit), and tests show that their bits do not change if the prompt is computed in
 chunks of 1, 7 or 64 tokens, in a batch of 32 sequences, or with a cached prefix, or if the worker is lost at any step.
-Some types are tested briefly by default, and completely with `MIDSTREAM_ALL_FAMILIES=1`.
+Some types are tested briefly by default, and completely with `TEST_ALL_FAMILIES=1`.
 
 On a CPU, families marked "CPU kernels" use the C++ kernels; the others use PyTorch operations, which are slower. On a
 GPU, our own implementation uses Triton kernels, except for recurrent layers, whose state is stored with the KV blocks

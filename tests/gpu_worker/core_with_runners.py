@@ -47,7 +47,7 @@ from scheduler.journal.log import LogStore
 from scheduler.journal.log_folder import LogFolder
 from scheduler.journal.records import replay
 from scheduler.journal.sqlite import SqliteStore
-from scheduler.journal.store import Store
+from scheduler.journal.store import Store, Transaction, seal
 from scheduler.journal.writer import RowWriter, kept_of
 from scheduler.wire.prompt_tables import table_parts
 from scheduler.wire.requests import ModelLimits, spec_from_proto
@@ -196,6 +196,9 @@ class CoreWithRunners:
             self._config = replace(self._config, scheduler_epoch=self._store.take_over(least_epoch=1))
             stored = replay(self._store.read(), self.limits, FINGERPRINT, clock).requests.values()
             known = {item.recovered.spec.request_id: kept_of(item) for item in stored}
+            if self._store.folds_commits:  # as at each start: the writer folds only the commits of its own time
+                folded = [(item.number, seal(item.output_record(clock))) for item in stored if item.is_changed]
+                self._store.write(Transaction(compacted=folded))
             self._writer = RowWriter(known, FINGERPRINT, clock)
             for item in stored:
                 self.handle(item.event(1))

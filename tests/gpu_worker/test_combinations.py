@@ -1,6 +1,6 @@
 """Random combinations of features with greedy decoding: tokens, ends and log probabilities are those of transformers.
 
-MIDSTREAM_EXAMPLES=500 runs that many examples instead of a few.
+TEST_EXAMPLES=500 runs that many examples instead of a few.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def model_and_runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple
 
 @given(setting=SETTINGS, cases=st.lists(CASES, min_size=2, max_size=5))
 @settings(
-    max_examples=int(os.environ.get("MIDSTREAM_EXAMPLES", "15")),
+    max_examples=int(os.environ.get("TEST_EXAMPLES", "15")),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -236,7 +236,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
 # Other values of `model_type`, and families that differ little from others. By default, only their logits are tested;
-# with MIDSTREAM_ALL_FAMILIES=1, everything is.
+# with TEST_ALL_FAMILIES=1, everything is.
 OTHER_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama4": (
@@ -285,7 +285,7 @@ OTHER_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[*MODELS, *OTHER_TYPES] if os.environ.get("MIDSTREAM_ALL_FAMILIES") else MODELS)
+@pytest.fixture(scope="module", params=[*MODELS, *OTHER_TYPES] if os.environ.get("TEST_ALL_FAMILIES") else MODELS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param in OTHER_TYPES:
@@ -395,7 +395,7 @@ def kill_requests() -> list[pb.GenerateRequest]:
 
 def test_the_loss_of_the_worker_after_any_step_changes_no_bits(runner: ModelRunner) -> None:
     """By default one run loses its worker three times: during the prefill, after it, and after a decode step. With
-    MIDSTREAM_ALL_KILLS=1 there is a run for each step, and tests/faults/test_kill_at_every_step.py kills the real
+    TEST_ALL_KILLS=1 there is a run for each step, and tests/faults/test_kill_at_every_step.py kills the real
     components with every model of `MODELS`.
     """
     system = CoreWithRunners(runner, (), max_context_chunk=16)
@@ -403,7 +403,7 @@ def test_the_loss_of_the_worker_after_any_step_changes_no_bits(runner: ModelRunn
     num_steps = len(system.stats)
     assert num_steps >= 5
     every = [(number,) for number in range(1, num_steps)]
-    for numbers in every if os.environ.get("MIDSTREAM_ALL_KILLS") else [(1, 2, 3)]:
+    for numbers in every if os.environ.get("TEST_ALL_KILLS") else [(1, 2, 3)]:
         system = CoreWithRunners(runner, (), max_context_chunk=16)
         made = [system.submit(request) for request in kill_requests()]
         for number in numbers:

@@ -1,7 +1,7 @@
 """Unusual, damaged and missing settings in config.json: the model's logits equal those of transformers, or the model is
 rejected with an error that names the setting.
 
-By default a sample of the settings of each family is tested. To test all of them, set MIDSTREAM_ALL_FAMILIES=1.
+By default a sample of the settings of each family is tested. To test all of them, set TEST_ALL_FAMILIES=1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.gpu_worker.test_models import Recorder, expected_logits, prompt
 from tests.gpu_worker.tiny_models import SHAPE, Driver, make_runner, make_tiny_model
 
 FAMILIES = MODELS | OTHER_TYPES
-NUM_SETTINGS = None if os.environ.get("MIDSTREAM_ALL_FAMILIES") else 2
+NUM_SETTINGS = None if os.environ.get("TEST_ALL_FAMILIES") else 2
 JUNK: tuple[Any, ...] = ("x", "", -1, 0, 1.5, float("nan"), float("inf"), True, [], ["x"], [None], {}, {"a": 1}, 10**12)
 # If one of these settings is missing, the shapes of the weights reveal the mistake, so it is not tested here.
 SHOWN_BY_WEIGHTS = ("num_key_value_heads", "attention_bias", "num_experts", "intermediate_size")

@@ -1,7 +1,7 @@
 """Blocks that are corrupted in a tier or during a transfer between workers never change a token, and each one is
 counted.
 
-To run 10,000 corruptions: MIDSTREAM_CORRUPTIONS=2500 pytest -o faulthandler_timeout=0
+To run 10,000 corruptions: TEST_CORRUPTIONS=2500 pytest -o faulthandler_timeout=0
 tests/gpu_worker/test_kv_corruption.py
 """
 
@@ -24,7 +24,7 @@ from protos import generation_pb2 as pb
 from tests.gpu_worker.core_with_runners import CoreWithRunners, outputs
 from tests.gpu_worker.tiny_models import make_runner, make_tiny_model
 
-NUM_CORRUPTIONS = int(os.environ.get("MIDSTREAM_CORRUPTIONS", "60"))
+NUM_CORRUPTIONS = int(os.environ.get("TEST_CORRUPTIONS", "60"))
 PROMPT = [3 + index * 7 % 320 for index in range(70)]  # 4 blocks of 16 tokens and a partial one
 NUM_BLOCKS = 4
 

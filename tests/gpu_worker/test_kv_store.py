@@ -19,7 +19,7 @@ from gpu_worker.kv.shared_store import KvStore, PoolMemory
 from midstream.errors import ConfigError
 
 NUM_LAYERS, BLOCK_BYTES = 3, 64
-NUM_CORRUPTIONS = int(os.environ.get("MIDSTREAM_CORRUPTIONS", "60"))
+NUM_CORRUPTIONS = int(os.environ.get("TEST_CORRUPTIONS", "60"))
 
 _DYING_WORKER = f"""
 import sys
@@ -172,7 +172,7 @@ def test_a_damaged_file_is_skipped(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(3600)
 def test_corrupt_blocks_of_a_dead_worker_are_counted_and_not_used(tmp_path: Path) -> None:
-    """Set MIDSTREAM_CORRUPTIONS=10000 for a manual run."""
+    """Set TEST_CORRUPTIONS=10000 for a manual run."""
     leave_pool(tmp_path)
     (left,) = tmp_path.iterdir()
     store, memory = heir_of(tmp_path)

@@ -27,7 +27,7 @@ NUM_LAYERS, LAYER_BYTES, NUM_BLOCKS = 3, 40, 8
 BLOCK_BYTES = 2 * NUM_LAYERS * LAYER_BYTES
 FILE_BYTES = BLOCK_BYTES + 56
 # Set the number to 10,000 for a manual run.
-NUM_CORRUPTIONS = int(os.environ.get("MIDSTREAM_CORRUPTIONS", "300"))
+NUM_CORRUPTIONS = int(os.environ.get("TEST_CORRUPTIONS", "300"))
 
 
 def pool(seed: int = 0) -> PoolMemory:
@@ -582,7 +582,7 @@ def test_blocks_of_another_instruction_set_or_other_code_are_not_used(
     note()
     assert len(kinds) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(block_kind, "load_library", lambda: SimpleNamespace(isa="another"))
+        patch.setattr(block_kind, "load_library", lambda isa: SimpleNamespace(isa="another"))
         note()
     assert len(kinds) == 2
     monkeypatch.setattr(block_kind, "_code", lambda: "other code")

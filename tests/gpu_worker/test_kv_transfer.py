@@ -204,7 +204,7 @@ def test_an_interrupted_link_resumes_where_it_stopped(open_fetcher: Open) -> Non
 
 
 def test_blocks_that_fail_verification_count_as_missing(open_fetcher: Open) -> None:
-    """With MIDSTREAM_ALL_CORRUPTIONS=1, the test runs 10,000 corruptions."""
+    """With TEST_ALL_CORRUPTIONS=1, the test runs 10,000 corruptions."""
     pool, rng = new_pool(), random.Random(5)
     fill(pool)
     num_spoiled = 0
@@ -227,7 +227,7 @@ def test_blocks_that_fail_verification_count_as_missing(open_fetcher: Open) -> N
         return rng.choice(kinds)()  # type: ignore[no-untyped-call]
 
     fetcher = open_fetcher(connect=lambda _: Scripted(pool, spoil))
-    for _ in range(3_600 if os.environ.get("MIDSTREAM_ALL_CORRUPTIONS") else 60):
+    for _ in range(3_600 if os.environ.get("TEST_ALL_CORRUPTIONS") else 60):
         found = outcome(fetcher, HASHES, "tcp://127.0.0.1:1 00")
         missing = adopted(fetcher, pool)[1]
         assert [HASHES[place] for place in missing] == sorted(found.missing)

@@ -1,7 +1,7 @@
 """Many requests to the embedded model with random features: each output is bit-identical to that of the request when it
 runs alone.
 
-MIDSTREAM_MIXTURE=100 pytest tests/gpu_worker/test_mixture.py runs more requests. MIDSTREAM_ALL_PLACES=1 pytest
+TEST_MIXTURE=100 pytest tests/gpu_worker/test_mixture.py runs more requests. TEST_ALL_PLACES=1 pytest
 tests/gpu_worker/test_mixture.py -k tiers runs them with all combinations of tiers and roles.
 """
 
@@ -41,7 +41,7 @@ from tests.gpu_worker.tiny_models import make_runner
 pytestmark = pytest.mark.timeout(600)
 
 TOKENIZER = Tokenizer.from_file(str(open_model_folder("smollm2").path / "tokenizer.json"))
-NUM_REQUESTS = int(os.environ.get("MIDSTREAM_MIXTURE", "64"))
+NUM_REQUESTS = int(os.environ.get("TEST_MIXTURE", "64"))
 END_IDS = (0, 2)
 NUM_ROWS = 256
 # Number of outputs that are compared with transformers and PEFT.
@@ -137,7 +137,7 @@ def test_the_loss_of_the_scheduler_changes_nothing(
     assert sum(request.counters.num_recoveries for request in made) > 50
 
 
-ALL_PLACES = "MIDSTREAM_ALL_PLACES" in os.environ
+ALL_PLACES = "TEST_ALL_PLACES" in os.environ
 TIERS = {"no tiers": (), "host": ("host",), "disk": ("disk",), "host and disk": ("host", "disk")}
 LAYOUTS = ("together", "apart on one host", "apart on two hosts")
 SMALL_BLOCK = 4  # most prompts have several full blocks

@@ -2,7 +2,7 @@
 
 The settings include KV tiers, and workers of both roles with either block transport.
 
-To run one failing seed: pytest tests/gpu_worker/test_settings_fuzz.py -k 'settings[12]'. Set MIDSTREAM_COMBINATIONS to
+To run one failing seed: pytest tests/gpu_worker/test_settings_fuzz.py -k 'settings[12]'. Set TEST_COMBINATIONS to
 run more combinations.
 """
 
@@ -29,7 +29,7 @@ from tests.gpu_worker.core_with_runners import CoreWithRunners, outputs
 from tests.gpu_worker.greedy import wrong_tokens
 from tests.gpu_worker.tiny_models import SHAPE, make_runner, make_tiny_model
 
-NUM_COMBINATIONS, NARROW = int(os.environ.get("MIDSTREAM_COMBINATIONS", "32")), 8
+NUM_COMBINATIONS, NARROW = int(os.environ.get("TEST_COMBINATIONS", "32")), 8
 # The family and the settings of each model, and the `max_attention_window` of the worker.
 MODELS: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("Llama", {}, 0),

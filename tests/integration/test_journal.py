@@ -21,6 +21,7 @@ from tests.integration.service import eventually, tokens
 from tests.ports import free_ports
 
 if TYPE_CHECKING:
+    from protos.generation_pb2 import GenerateRequest
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 NUM_TOKENS = 200
@@ -118,6 +119,54 @@ async def test_a_scheduler_with_a_full_disk_yields_to_its_successor(parts: Parts
         received, _ = await stream
     assert received == list(range(1001, 1001 + NUM_TOKENS))
     assert "the journal failed" in parts.log("scheduler")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system with room for one segment of the log, and a part of another."""
+    disk = tmp_path / "journal"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=5m,mode=700", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this process may not mount a file system, so it cannot fill one up")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+async def test_streams_continue_once_the_disk_has_room_for_the_next_segment(
+    shared: Parts, small_disk: Path, tmp_path: Path
+) -> None:
+    """The scheduler exits when the segment cannot be written, and so do its successors until there is room."""
+    shared.folder, shared.flags = tmp_path, ("--max-queue-size", "1000")
+    shared.start("scheduler")
+    async with shared.stub() as stub:
+        half_way = asyncio.Event()
+        shared.hold.touch()
+        streams = [asyncio.create_task(read(stub, first, half_way)) for first in (1000, 2000, 3000)]
+        await half_way.wait()
+        # The worker pauses, but the scheduler writes all requests that it accepts: 4 MiB.
+        more = [asyncio.create_task(_first_of(stub, tokens([40_000] * 8000, max_tokens=1))) for _ in range(220)]
+        for _ in range(2):
+            assert await asyncio.to_thread(shared.processes["scheduler"].wait, 60) == 1
+            shared.start("scheduler")
+        remount = ["mount", "-o", "remount,size=64m", str(small_disk)]
+        await asyncio.to_thread(subprocess.run, remount, check=True)
+        for task in more:
+            task.cancel()
+        shared.hold.unlink()
+        if not shared.is_running("scheduler"):
+            shared.start("scheduler")
+        results = await asyncio.gather(*streams)
+        await asyncio.gather(*more, return_exceptions=True)
+    shared.kill("scheduler")
+    for first, (received, _) in zip((1000, 2000, 3000), results, strict=True):
+        assert received == list(range(first + 1, first + 1 + NUM_TOKENS))
+    assert "No space left on device" in shared.log("scheduler")
+
+
+async def _first_of(stub: Stub, request: GenerateRequest) -> None:
+    async for _ in stub.Generate(request, timeout=150):
+        return
 
 
 def _num_journal_bytes(folder: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import signal
 import time
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
 from midstream.errors import ConfigError
 from midstream.rpc.serving import open_channel
@@ -22,7 +24,7 @@ from scheduler.journal import DeposedError, postgres
 from scheduler.journal.postgres import LEASE_S, PostgresStore
 from scheduler.journal.store import SCHEMA_VERSION, Transaction, seal
 from tests.integration.parts import START_TIMEOUT_S, Parts, running
-from tests.integration.postgres import postgres_server
+from tests.integration.postgres import has_pooler, pooler, postgres_server
 from tests.integration.service import collect, eventually, tokens
 from tests.ports import free_ports
 from tests.scheduler.test_service import Feed
@@ -196,10 +198,25 @@ async def _read_all(port: int) -> list[int]:
     return received
 
 
-async def test_routers_and_detokenizers_follow_the_active_scheduler(database: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "through",
+    ["direct", pytest.param("pooler", marks=pytest.mark.skipif(not has_pooler(), reason="PgBouncer is not installed"))],
+)
+async def test_routers_and_detokenizers_follow_the_active_scheduler(
+    database: str, tmp_path: Path, through: str
+) -> None:
     """The stream continues at the standby, which also gets all later requests. The standby reports that it is ready
     before it takes over, so that a rolling update goes on to restart the active scheduler.
     """
+    with contextlib.ExitStack() as stack:
+        if through == "pooler":
+            parameters = conninfo_to_dict(database)
+            pooled = stack.enter_context(pooler(int(str(parameters["port"])), "transaction"))
+            database = f"{pooled} user={parameters['user']}"
+        await _follow(database, tmp_path)
+
+
+async def _follow(database: str, tmp_path: Path) -> None:
     flags = ("--journal", "postgres", "--journal-url", database, "--standby")
     (tmp_path / "first").mkdir()
     (tmp_path / "second").mkdir()

@@ -110,16 +110,15 @@ def test_a_check_that_passed_is_not_run_again(avx512_path: Path, monkeypatch: py
     assert [command[1:] for command in commands] == [["-P", "-m", "kernels.cpu.self_check", str(avx512_path), "avx512"]]
 
 
-def test_the_variable_selects_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MIDSTREAM_CPU_ISA", "reference")
+def test_the_build_can_be_selected() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert load_library() is None
-    monkeypatch.setenv("MIDSTREAM_CPU_ISA", "mmx")
-    with pytest.raises(
-        ValueError, match="MIDSTREAM_CPU_ISA=mmx: expected reference or one of amx, avx512, avxvnni, avx2"
-    ):
-        load_library()
+        assert load_library("reference") is None
+        selected = load_library("avx2")
+    assert selected is not None
+    assert selected.isa == "avx2"
+    with pytest.warns(UserWarning, match="PyTorch reference .*neon: not an instruction set of this architecture"):
+        assert load_library("neon") is None
 
 
 def test_setup_builds_for_the_processor() -> None:

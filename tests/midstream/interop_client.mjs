@@ -3,7 +3,7 @@ import assert from "node:assert/strict";
 import { createRequire } from "node:module";
 import path from "node:path";
 
-const require = createRequire(path.join(process.env.MIDSTREAM_NODE_MODULES, "index.js"));
+const require = createRequire(path.join(process.env.TEST_NODE_MODULES, "index.js"));
 const grpc = require("@grpc/grpc-js");
 const SERVICE = "midstream.test.Interop";
 const encode = (message) => Buffer.from(JSON.stringify(message));

@@ -1,7 +1,7 @@
 """gRPC's interoperability cases, with gRPC's own client, for each server that can serve the router's port.
 
 One test runs them with another implementation: `npm install --prefix DIR @grpc/grpc-js`, then
-`MIDSTREAM_NODE_MODULES=DIR/node_modules pytest tests/midstream/test_grpc_interop.py -k another`.
+`TEST_NODE_MODULES=DIR/node_modules pytest tests/midstream/test_grpc_interop.py -k another`.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ async def test_calls_end_when_the_client_closes_its_connection(interop: InteropS
     await asyncio.wait_for(interop.servicer.ended.wait(), WAIT_S)
 
 
-@pytest.mark.skipif("MIDSTREAM_NODE_MODULES" not in os.environ, reason="MIDSTREAM_NODE_MODULES is not set")
+@pytest.mark.skipif("TEST_NODE_MODULES" not in os.environ, reason="TEST_NODE_MODULES is not set")
 async def test_another_implementation_passes_its_cases(interop: InteropServer) -> None:
     script = Path(__file__).with_name("interop_client.mjs")
     node = await asyncio.create_subprocess_exec("node", script, str(interop.port), stdout=asyncio.subprocess.PIPE)

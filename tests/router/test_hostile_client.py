@@ -1,6 +1,6 @@
 """While one client sends random messages to every method, another client must be served.
 
-MIDSTREAM_FUZZ_MESSAGES=20000 pytest tests/router/test_hostile_client.py sends more messages than the default of 1,000.
+TEST_FUZZ_MESSAGES=20000 pytest tests/router/test_hostile_client.py sends more messages than the default of 1,000.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tests.router.conftest import Cluster
 from tests.router.test_stream_hoarders import first_tokens
 
 NUM_MESSAGES = 1000  # messages per round; each round has its own service and seed
-NUM_ROUNDS = -(-int(os.environ.get("MIDSTREAM_FUZZ_MESSAGES", "1000")) // NUM_MESSAGES)
-SEED = int(os.environ.get("MIDSTREAM_FUZZ_SEED", "15"))
+NUM_ROUNDS = -(-int(os.environ.get("TEST_FUZZ_MESSAGES", "1000")) // NUM_MESSAGES)
+SEED = int(os.environ.get("TEST_FUZZ_SEED", "15"))
 MAX_GROWTH_BYTES = 512 << 20
 AT_ONCE = 16
 UNEXPECTED = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS)

@@ -13,7 +13,7 @@ from midstream.client import FinishReason
 from midstream.model.tokenizer import Tokenizer
 from midstream.rpc.serving import open_channel
 from protos import generation_pb2 as pb
-from protos import service_pb2_grpc
+from protos import service_pb2, service_pb2_grpc
 from router.pipeline import generation
 from tests.router.client_streams import PROMPT, OpenClient, collect
 from tests.router.conftest import Cluster
@@ -141,3 +141,63 @@ async def test_resume_reads_a_finished_request_from_any_offset(
         assert rest.token_ids == whole.token_ids[offset:]
         assert whole.text.endswith(rest.text)
         assert rest.finish_reason is FinishReason.STOP
+    with pytest.raises(errors.OutOfRangeError) as raised:
+        await client.resume("r", len(whole.token_ids) + 1).result()
+    assert raised.value.code == grpc.StatusCode.OUT_OF_RANGE.value[0]
+    assert (
+        str(raised.value)
+        == f"from_token: is {len(whole.token_ids) + 1}, but the output has {len(whole.token_ids)} tokens"
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [7, 5, 4])
+async def test_an_offset_ahead_of_a_running_request_waits_for_it(
+    cluster: Cluster, open_client: OpenClient, num_tokens: int
+) -> None:
+    client = open_client(await cluster.add_router(await cluster.add_detokenizer()))
+    cluster.scheduler.add("r", output=pb.OutputConfig(detokenize=False))
+    cluster.scheduler.emit("r", [10, 11, 12])
+    reading = asyncio.create_task(client.resume("r", 5).result())
+    await cluster.scheduler.until(lambda: any(feed.attached for feed in cluster.scheduler.feeds))
+    assert not reading.done()
+    cluster.scheduler.emit("r", list(range(13, 10 + num_tokens)))
+    cluster.scheduler.end("r")
+    if num_tokens < 5:
+        with pytest.raises(errors.OutOfRangeError, match="from_token: is 5, but the output has 4 tokens"):
+            await reading
+    else:
+        assert (await reading).token_ids == list(range(15, 10 + num_tokens))
+
+
+@pytest.mark.parametrize(
+    ("common", "offsets", "expected"),
+    [
+        (0, [2, 4], {0: [], 1: []}),
+        (0, [2, 3], {0: [], 1: [23]}),
+        (4, [], {0: [], 1: []}),  # the output of the first sequence has ended before
+        (0, [3, 0], "from_token_by_sequence: is 3 for sequence 0, whose output has 2 tokens"),
+        (0, [0, 5], "from_token_by_sequence: is 5 for sequence 1, whose output has 4 tokens"),
+        (5, [], "from_token: is 5, but the output has 4 tokens"),
+        (0, [0, 0, 0], "from_token_by_sequence: has 3 offsets, but the request has 2 sequences"),
+    ],
+)
+async def test_each_sequence_has_its_own_end(
+    cluster: Cluster, common: int, offsets: list[int], expected: dict[int, list[int]] | str
+) -> None:
+    router = await cluster.add_router(await cluster.add_detokenizer())
+    sampling = pb.SamplingConfig(num_return_sequences=2)
+    cluster.scheduler.add("r", sampling=sampling, output=pb.OutputConfig(detokenize=False))
+    cluster.scheduler.emit("r", [10, 11], 0)
+    cluster.scheduler.emit("r", [20, 21, 22, 23], 1)
+    cluster.scheduler.end("r", sequences=(0, 1))
+    request = service_pb2.ResumeRequest(request_id="r", from_token=common, from_token_by_sequence=offsets)
+    tokens: dict[int, list[int]] = {0: [], 1: []}
+    async with open_channel(router.address) as channel:
+        call = service_pb2_grpc.MidstreamStub(channel).Resume(request, timeout=30)
+        try:
+            async for chunk in call:  # type: ignore[attr-defined]
+                tokens[chunk.sequence_index] += chunk.token_ids
+        except grpc.aio.AioRpcError as error:
+            assert error.details() == expected  # noqa: PT017 (the other cases raise nothing)
+            return
+    assert tokens == expected

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from array import array
 
 import pytest
@@ -328,8 +329,9 @@ def test_the_head_of_the_queue_is_not_starved_by_smaller_requests() -> None:
     for number in range(5):
         harness.submit(f"small{number}", 4, 5)
     harness.run()
-    order = [plan for plan in harness.plans if "+" in plan]
-    assert order[1].startswith("+large")
+    starts = [name for plan in harness.plans for name in re.findall(r"\+(\w+)", plan)]
+    # It is charged for 9 blocks and the others for 3 each, so at most three of them may overtake it.
+    assert starts == ["a", "b", "small0", "small1", "small2", "large", "small3", "small4"]
 
 
 def test_a_light_client_is_not_starved_by_a_heavy_one() -> None:

@@ -218,6 +218,35 @@ def test_a_waiting_request_is_overtaken_by_at_most_what_it_is_still_charged() ->
     assert queue.allowance(large, urgent) < 0
 
 
+def test_a_waiting_request_is_overtaken_by_smaller_ones_of_its_client_up_to_its_size() -> None:
+    queue = RequestQueue(10)
+    sizes = {"large": 100, "b": 60, "equal": 100, "c": 40, "d": 20}
+    large, b, equal, c, d = (request(name, num_prompt=size - 10) for name, size in sizes.items())
+    for item in (large, b, equal, c, d):
+        queue.push(item)
+    assert queue.smallest_after(large) is d
+    assert not queue.may_overtake_own(equal, large)
+    for item, is_next in ((d, c), (c, b)):  # charged 20, then 60
+        assert queue.may_overtake_own(item, large)
+        queue.take(item, 1)
+        assert queue.smallest_after(large) is is_next
+    assert not queue.may_overtake_own(b, large)  # 120
+    queue.take(large, 1)
+    assert queue.head() is b
+    assert not queue.may_overtake_own(equal, b)
+    assert drain(queue) == "b" + "equal"
+
+
+def test_a_request_does_not_overtake_one_of_its_client_that_ran_before_or_is_more_urgent() -> None:
+    queue = RequestQueue(10)
+    ran, urgent, small = request("r", 90), request("u", 90, priority=1), request("s", 10)
+    queue.push(small)
+    queue.put_back(ran)
+    assert not queue.may_overtake_own(small, ran)
+    queue.push(urgent)
+    assert not queue.may_overtake_own(small, urgent)
+
+
 def test_a_request_paused_with_waiting_sequences_is_queued_once() -> None:
     queue = RequestQueue(10)
     large = request("L", num_sequences=4)

@@ -23,11 +23,11 @@ def test_fused_steps_hold_generation_and_as_much_context_as_the_budget_leaves() 
     harness.add_group(max_num_tokens=8)
     harness.submit("a", 10, 3)
     harness.submit("b", 3, 4)
-    assert harness.turn() == ["+a[0:8]", "a[8:10] +b[0:3]"]
+    assert harness.turn() == ["+a[0:5] +b[0:3]", "a[5:10] | b"]  # `b` is shorter, and takes less than half a step
     assert harness.step() == ["a b"]
     harness.submit("c", 9, 1)
     assert harness.step() == ["+c[0:6] | a b"]
-    assert schedule(harness)[4:] == ["c[6:9] | b"]
+    assert schedule(harness)[4:] == ["c[6:9]"]
 
 
 def test_two_stages_compute_two_micro_batches_at_the_same_time() -> None:
@@ -177,8 +177,8 @@ def test_static_batches_run_in_lockstep_one_after_the_other() -> None:
     harness.add_group(max_num_tokens=4, max_batch_size=2)
     for request_id, num_prompt, max_tokens in (("a", 5, 2), ("b", 3, 4), ("c", 3, 2)):
         harness.submit(request_id, num_prompt, max_tokens)
-    assert harness.turn() == ["+a[0:4]"]
-    assert harness.step() == ["a[4:5] +b[0:3]"]
+    assert harness.turn() == ["+a[0:2] +b[0:2]"]  # half a step for the shorter context
+    assert harness.step() == ["a[2:5] b[2:3]"]
     assert harness.step() == ["a b"]  # only after the whole context is computed
     assert harness.step() == ["b"]
     harness.finish_step()
@@ -401,11 +401,27 @@ def test_clients_share_a_step_and_do_not_wait_for_each_others_long_contexts() ->
     harness.add_group()
     harness.submit("a", 14, 1, client_id="heavy")
     harness.submit("b", 6, 1, client_id="heavy")
-    assert harness.turn() == ["+a[0:8]"]
+    assert harness.turn() == ["+a[0:4] +b[0:4]"]  # `b` is shorter, and gets half a step
     harness.submit("x", 6, 1, client_id="light")
     # `x` needs less, so it is served first, and client `heavy` gets the rest of the step. While client `light` might
     # send another request, `heavy` gets at most half a step.
-    assert schedule(harness) == ["+a[0:8]", "+x[0:6] a[8:10]", "a[10:14]", "+b[0:4]", "b[4:6]"]
+    steps = ["+a[0:4] +b[0:4]", "+x[0:6] a[4:5] b[4:5]", "a[5:8] b[5:6]", "a[8:12]", "a[12:14]"]
+    assert schedule(harness) == steps
+
+
+def test_short_contexts_do_not_wait_for_a_long_one_of_their_client() -> None:
+    """The long one gets at least half of each step, and the shortest other one comes first. A context that is not
+    shorter than those that run starts when they leave a part of a step free.
+    """
+    harness = Harness(max_num_tokens=8, pipeline_depth=1)
+    harness.add_group()
+    harness.submit("long", 20, 1)
+    assert harness.turn() == ["+long[0:8]"]
+    harness.submit("equal", 12, 1)
+    harness.submit("c", 6, 1)
+    harness.submit("d", 3, 1)
+    steps = ["+long[0:8]", "long[8:13] +d[0:3]", "long[13:17] +c[0:4]", "long[17:20] c[4:6] +equal[0:3]"]
+    assert schedule(harness)[:4] == steps
 
 
 def test_generation_alternates_if_the_budget_is_below_the_batch() -> None:

@@ -152,11 +152,13 @@ def steps_until_first_token(harness: Harness, request_id: str, at_most: int) -> 
     raise AssertionError(f"{request_id} has no token after {at_most} steps")
 
 
+@pytest.mark.parametrize("other", ["other", "hoarder"])
 @pytest.mark.parametrize(
     ("capacity", "reuse", "num_tokens"),
     [("guaranteed_no_evict", True, 8_000), ("max_utilization", False, 8_000), ("guaranteed_no_evict", True, 14_000)],
 )
-def test_two_large_requests_do_not_block_new_ones(capacity: str, reuse: bool, num_tokens: int) -> None:
+def test_two_large_requests_do_not_block_new_ones(capacity: str, reuse: bool, num_tokens: int, other: str) -> None:
+    """Neither another client's nor those of the same client, since many users may share a client id, or have none."""
     harness = Harness(
         capacity=capacity,
         max_sequence_length=20_000,
@@ -172,20 +174,22 @@ def test_two_large_requests_do_not_block_new_ones(capacity: str, reuse: bool, nu
     for _ in range(10):
         harness.step()
     for number in range(3):
-        harness.submit(f"small{number}", 20, 20, client_id="other")
+        harness.submit(f"small{number}", 20, 20, client_id=other)
         for _ in range(25):
             harness.step()
         assert f"small{number}" in harness.ended
     assert not {"one", "two"} & set(harness.ended)
 
 
-def test_a_prompt_does_not_wait_for_the_long_prompts_of_another_client() -> None:
+@pytest.mark.parametrize("client_id", ["light", "heavy"])
+def test_a_prompt_does_not_wait_for_the_long_prompts_of_others(client_id: str) -> None:
+    """Neither those of another client nor those of the same one."""
     harness = Harness(pipeline_depth=1, max_num_tokens=16)
     harness.add_group(num_blocks=256, max_num_tokens=16)
     for name in "abc":
         harness.submit(name, 160, 1, client_id="heavy")
     harness.turn()
-    harness.submit("x", 8, 2, client_id="light")
+    harness.submit("x", 8, 2, client_id=client_id)
     assert steps_until_first_token(harness, "x", 10)
     assert not harness.ended
 

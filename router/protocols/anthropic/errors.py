@@ -9,6 +9,7 @@ from router.protocols.openai.errors import Names, param_of
 
 _STATUSES: dict[StatusCode, tuple[int, str]] = {
     StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
+    StatusCode.OUT_OF_RANGE: (400, "invalid_request_error"),
     StatusCode.UNIMPLEMENTED: (400, "invalid_request_error"),
     StatusCode.UNAUTHENTICATED: (401, "authentication_error"),
     StatusCode.PERMISSION_DENIED: (403, "permission_error"),

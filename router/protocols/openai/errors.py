@@ -9,6 +9,7 @@ from midstream.errors import ContextLengthError, MidstreamError, OverloadedError
 
 _STATUSES: dict[StatusCode, tuple[int, str]] = {
     StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
+    StatusCode.OUT_OF_RANGE: (400, "invalid_request_error"),
     # Clients would retry status 501, which cannot succeed.
     StatusCode.UNIMPLEMENTED: (400, "invalid_request_error"),
     StatusCode.UNAUTHENTICATED: (401, "authentication_error"),
@@ -27,6 +28,7 @@ Names = Mapping[str, str]
 _PARAMS = {
     "chat": "messages",
     "client_id": "user",
+    "from_token_by_sequence": "Last-Event-ID",
     "lora.name": "model",
     "prompt_tuning.name": "model",
     "prompt_tuning.table": "messages",  # only images make a table

@@ -11,7 +11,7 @@ import re
 from dataclasses import replace
 from urllib.parse import quote, unquote
 
-from midstream.chunk import Chunk
+from midstream.chunk import Chunk, FinishReason
 from midstream.errors import InvalidArgumentError
 
 _ONE = r"\d{1,9}(:\d{1,9}(x([0-9A-F]{2}){1,3})?)?f?"
@@ -59,6 +59,13 @@ class Position:
             self.characters[index] = self.characters.get(index, 0) + len(chunk.text)
         if chunk.is_sequence_final:
             self.ended.add(index)
+
+    def is_within(self, chunk: Chunk) -> bool:
+        """Return whether the position lies in a sequence that is read again and ends with this chunk, or does so for
+        another reason than its own end.
+        """
+        offset = self.offsets.get(chunk.sequence_index, 0)
+        return chunk.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH) or offset <= chunk.next_offset
 
     def known_part(self, chunk: Chunk) -> tuple[str, Chunk]:
         """Split a chunk of a sequence that is read again: return the text that the client has, and the rest."""

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from starlette.responses import JSONResponse, Response
 
 from midstream.chunk import Chunk, PerfMetrics, Usage
-from midstream.errors import InvalidArgumentError, MidstreamError
+from midstream.errors import InvalidArgumentError, MidstreamError, OutOfRangeError
 from protos import generation_pb2 as pb
 from router.pipeline.concurrent import run_all
 from router.pipeline.generation import FrontDoor, Output, Prepare
@@ -227,6 +227,8 @@ class Reply(StreamedResponse):
         """Return the delta of one choice; None if the client already has it."""
         job, position, index = self._job, self._positions[number], chunk.sequence_index
         shown = number * job.num_choices + index
+        if job.reads_text and self._is_resumed and chunk.is_sequence_final and not position.is_within(chunk):
+            raise OutOfRangeError("lies beyond the end of the output", field="Last-Event-ID")
         if index in position.ended:
             if job.reads_text:
                 job.shape.part(shown, chunk)  # so that the usage includes its reasoning

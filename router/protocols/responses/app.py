@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from midstream.chunk import Chunk, Usage
-from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
+from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, OutOfRangeError, UnavailableError
 from protos import generation_pb2 as pb
 from protos import scheduler_pb2
 from router.pipeline.generation import FrontDoor, Output
@@ -352,7 +352,8 @@ class _Reply(StreamedResponse):
         if not self._stored.job.is_stream:
             return JSONResponse(await self._whole(output), headers=self.own_headers())
         async with output:
-            await events.begin()
+            if not self._stored.has_finished:  # otherwise a position beyond the end is refused before the first event
+                await events.begin()
             await self._stream(output, events)
         return None
 
@@ -390,7 +391,11 @@ class _Reply(StreamedResponse):
         while not output.is_final:
             for chunk in await output.take():
                 await self._write(events, writer.add(reader.read(chunk.text, is_final=chunk.is_sequence_final)))
-        await self._write(events, writer.end(chunk, await self._api.usage(chunk, writer)))
+        last = writer.end(chunk, await self._api.usage(chunk, writer))
+        if self._after > int(str(last[-1]["sequence_number"])):
+            raise OutOfRangeError(f"is {self._after}, beyond the last event", field="starting_after")
+        await self._write(events, last)
+        await events.begin()
         await events.write("", more=False)
 
     async def _write(self, events: EventStream, written: list[Fields]) -> None:
@@ -398,6 +403,7 @@ class _Reply(StreamedResponse):
         new = [event for event in written if int(str(event["sequence_number"])) > self._after]
         if new:
             self._last = int(str(new[-1]["sequence_number"]))
+            await events.begin()
             await events.write("".join(f"event: {event['type']}\ndata: {dump(event)}\n\n" for event in new))
 
 

@@ -175,6 +175,26 @@ async def test_another_router_takes_a_stream_up_when_one_is_killed(
             assert not "".join(choice["delta"].get("content", "") for choice in choices)
 
 
+@pytest.mark.parametrize("reads_text", [False, True])
+async def test_an_event_id_beyond_the_end_ends_the_stream_with_an_error(
+    cluster: Cluster, router: Part, tokenizer: Tokenizer, reads_text: bool
+) -> None:
+    assert router.http is not None
+    body: dict[str, object] = {"prompt": "Hi", "stream": True, "request_id": "r"}
+    path, ids = "/v1/completions", tokenizer.encode("Hi there")
+    if reads_text:
+        path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "tools": [WEATHER]}
+        body |= {"stream": True, "request_id": "r"}
+    async with post_stream(router.http.port, path, body) as stream:
+        await answer(cluster, "r", ids)
+        _ = [event async for event in stream.events()]
+        assert stream.last_id.startswith(f"r/{len(ids)}")
+    for beyond in ("r/9", "r/9:99f", "r/9f") if reads_text else ("r/9", "r/9f"):
+        async with post_stream(router.http.port, path, body, beyond) as stream:
+            *_, last = [event async for event in stream.events()]
+        assert (last["error"]["param"], last["error"]["type"]) == ("Last-Event-ID", "invalid_request_error")
+
+
 async def test_an_event_id_of_another_request_is_refused(router: Part) -> None:
     assert router.http is not None
     for event_id in ("r/4/5", "r/x", "r", "r/1,", "r/²"):

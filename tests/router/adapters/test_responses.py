@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
@@ -123,6 +123,25 @@ async def test_a_stream_resumed_after_any_event_is_identical_at_any_router(
     async with client_of(await cluster.add_router(await cluster.add_detokenizer("e"))) as other:
         for after in range(len(whole)):
             assert await events_of(other, created.id, after) == whole[after + 1 :]
+        with pytest.raises(openai.BadRequestError) as raised:
+            await events_of(other, created.id, len(whole))
+    assert raised.value.param == "starting_after"
+
+
+async def test_a_position_that_a_running_response_never_reaches_ends_its_stream_with_an_error(
+    cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer
+) -> None:
+    created = await client.responses.create(model="smollm2", input="Hi", background=True)
+    stream = await client.responses.retrieve(created.id, stream=True, starting_after=50)
+    (*_, last), _ = await asyncio.gather(read_all(stream), write(cluster, tokenizer.encode("Hi")))
+    assert (last["type"], last["param"], last["sequence_number"]) == ("error", "starting_after", 50)
+
+
+async def read_all(stream: openai.AsyncStream[Any]) -> list[dict[str, Any]]:
+    try:
+        return [event.to_dict() async for event in stream]
+    except openai.APIError as error:
+        return [cast("dict[str, Any]", error.body)]
 
 
 async def test_a_stream_continues_after_the_last_event_of_its_dead_router(
