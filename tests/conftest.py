@@ -42,6 +42,9 @@ _SHARING = (
 # Files whose tests share the processes started in tests/faults/conftest.py.
 _PROCESSES = "the processes"
 _FAULTS = ("service_faults", "worker_faults", "idempotent_calls", "batches", "suspensions", "out_of_memory")
+# Files whose tests share the processes started in tests/proxies/conftest.py.
+_PROXIED = "the service behind proxies"
+_PROXIES = ("apis", "router_kills", "waiting_streams")
 # Files that take 20 s or longer, longest first.
 _LONG = (
     "tests/simulation/test_simulation.py",
@@ -71,9 +74,11 @@ _LONG = (
     "tests/router/test_standing_parts.py",
     "tests/kernels/test_triton_compiles.py",
 )
-_GROUPS = {f"{_INTEGRATION}test_{name}.py": _SERVICE for name in _SHARING} | {
-    f"tests/faults/test_{name}.py": _PROCESSES for name in _FAULTS
-}
+_GROUPS = (
+    {f"{_INTEGRATION}test_{name}.py": _SERVICE for name in _SHARING}
+    | {f"tests/faults/test_{name}.py": _PROCESSES for name in _FAULTS}
+    | {f"tests/proxies/test_{name}.py": _PROXIED for name in _PROXIES}
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -84,7 +89,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: item.nodeid.startswith(_INTEGRATION))
         return
     # Without this, idle processes would wait for long tests that are assigned last.
-    ranks = {name: rank for rank, name in enumerate((_SERVICE, _PROCESSES, *_LONG))}
+    ranks = {name: rank for rank, name in enumerate((_SERVICE, _PROCESSES, _PROXIED, *_LONG))}
     # A group runs in the order of its list: the fault tests begin with the one that needs a new journal.
     order = {file: place for place, file in enumerate(_GROUPS)}
 

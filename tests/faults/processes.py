@@ -30,6 +30,7 @@ class Processes(NamedProcesses):
 
     Attributes:
         worker_flags: Flags for workers that are started from now on.
+        router_flags: Flags for routers that are started from now on.
         worker_port: Port to which workers connect; it may be that of a proxy.
         urls: HTTP URLs of the routers.
     """
@@ -37,6 +38,7 @@ class Processes(NamedProcesses):
     def __init__(self, folder: Path, *scheduler_flags: str, step_ms: float = 10) -> None:
         super().__init__(folder)
         self.worker_flags: tuple[str, ...] = ()
+        self.router_flags: tuple[str, ...] = ()
         self.journal_path = folder / "journal"
         self._model = open_model_folder("smollm2")
         self._step_ms = step_ms
@@ -58,7 +60,7 @@ class Processes(NamedProcesses):
             targets = ",".join(f"127.0.0.1:{port}" for port in self._detokenizers)
             ports = ["--port", str((self._first_router, self._second_router)[int(number)])]
             ports += ["--http-port", str(self._http_ports[int(number)])]
-            return ["router", *ports, *links, "--detokenizers", targets]
+            return ["router", *ports, *links, "--detokenizers", targets, *self.router_flags]
         model = ["--model-fingerprint", self._model.fingerprint, "--vocab-size", str(self._model.vocab_size)]
         address = ["--scheduler", f"tcp://127.0.0.1:{self.worker_port}", "--group-id", name]
         return ["tests.fakes.worker", *address, *model, "--step-ms", str(self._step_ms), *self.worker_flags]
@@ -121,9 +123,16 @@ async def until(holds: Callable[[], object], limit_s: float = WAIT_S) -> None:
 
 
 @contextlib.contextmanager
-def running_processes(folder: Path, *scheduler_flags: str, step_ms: float = 10) -> Iterator[Processes]:
+def running_processes(
+    folder: Path,
+    *scheduler_flags: str,
+    step_ms: float = 10,
+    worker_flags: tuple[str, ...] = (),
+    router_flags: tuple[str, ...] = (),
+) -> Iterator[Processes]:
     """Start all components; kill the remaining ones on exit."""
     processes = Processes(folder, *scheduler_flags, step_ms=step_ms)
+    processes.worker_flags, processes.router_flags = worker_flags, router_flags
     try:
         processes.start(*ALL)
         yield processes
@@ -160,6 +169,20 @@ class Streams:
                 for task, result in zip(self._tasks, self._results, strict=True)
             )
         )
+
+    async def advance(self, num_tokens: int) -> None:
+        """Wait until each stream has this many tokens more than now or has ended."""
+        goals = [len(result.token_ids) + num_tokens for result in self._results]
+        await until(
+            lambda: all(
+                task.done() or len(result.token_ids) >= goal
+                for task, result, goal in zip(self._tasks, self._results, goals, strict=True)
+            )
+        )
+
+    def have_ended(self) -> bool:
+        """Return whether all streams have ended."""
+        return all(task.done() for task in self._tasks)
 
     async def check(self) -> list[Result]:
         """Wait until all streams end; check that every token arrived once and in order."""
