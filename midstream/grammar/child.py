@@ -24,8 +24,8 @@ from typing import Any
 
 import llguidance
 
-from midstream.grammar.compile import GuideError, compile_guide, load_tokenizer
-from midstream.grammar.messages import OVERRUN, READY, WAITING, Guide
+from midstream.grammar.compile import GuideError, GuideTokenizer, compile_guide, load_tokenizer
+from midstream.grammar.messages import OVERRUN, OVERRUN_STATUS, READY, WAITING, Guide
 from midstream.socket_messages import receive, send
 
 MAX_COMPILED = 256
@@ -43,12 +43,12 @@ class _Compilation:
     Its time limit counts processor time, so that a guide does not exceed it only because the machine is busy.
     """
 
-    def __init__(self, guide: Guide, tokenizer: llguidance.LLTokenizer, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, guide: Guide, tokenizer: GuideTokenizer, threads: ThreadPoolExecutor) -> None:
         self._clock_id: int | None = None
         self._began_s = 0.0
         self.future = threads.submit(self._run, guide, tokenizer)
 
-    def _run(self, guide: Guide, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
+    def _run(self, guide: Guide, tokenizer: GuideTokenizer) -> llguidance.LLMatcher:
         self._began_s = time.thread_time()
         self._clock_id = time.pthread_getcpuclockid(threading.get_ident())
         return compile_guide(guide, tokenizer)
@@ -73,7 +73,7 @@ class _Row:
 class GrammarServer:
     """The rows, and the compiled guides."""
 
-    def __init__(self, tokenizer: llguidance.LLTokenizer, limit_s: float) -> None:
+    def __init__(self, tokenizer: GuideTokenizer, limit_s: float) -> None:
         self._tokenizer = tokenizer
         self._limit_s = limit_s
         self._rows: dict[int, _Row] = {}
@@ -152,14 +152,14 @@ class GrammarServer:
     def _mask(self, row: _Row) -> bytes:
         """Return a bit mask, lowest bit first, of the tokens that may come next."""
         assert row.matcher is not None
-        size = -(-self._tokenizer.vocab_size // 8)
+        size = -(-self._tokenizer.library.vocab_size // 8)
         if row.has_ended:
             mask = bytearray(size)
         else:
             mask = bytearray(row.matcher.compute_bitmask()[:size])
-            if row.end_ids and row.matcher.is_accepting():
-                for token in self._tokenizer.eos_tokens:
-                    mask[token >> 3] &= ~(1 << (token & 7))
+            # An end token ends the output, so it must come only where the output may end.
+            for token in (*row.end_ids, *(self._tokenizer.library.eos_tokens if row.end_ids else ())):
+                mask[token >> 3] &= ~(1 << (token & 7))
         if row.has_ended or row.matcher.is_accepting():
             for token in row.end_ids:
                 mask[token >> 3] |= 1 << (token & 7)
@@ -195,8 +195,10 @@ def main() -> None:
             else:
                 states, masks = server.masks(request["rows"])
                 send(connection, states, masks)
+        except TimeoutError:
+            os._exit(OVERRUN_STATUS)
         except OSError:
-            break  # the peer has closed the connection, or a guide exceeds the time limit
+            break  # the peer has closed the connection
     os._exit(0)  # do not wait for a guide that is being compiled
 
 

@@ -2,38 +2,66 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import llguidance
 
+from midstream.grammar.json_schema.errors import SchemaError
 from midstream.grammar.lexemes import to_lark
 from midstream.grammar.messages import Guide
+from midstream.grammar.tokens import hide_added_tokens, name_by_id
 from midstream.model.tokenizer_file import read_tokenizer
 
-# Formatting as in json.dumps; a schema can override it with `x-guidance`. If white space were flexible, a small model
-# might generate nothing else.
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_JSON = '{"anyOf": [{"type": "object"}, {"type": "array"}]}'
+_JSON_TERM = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(%json)\s+')
+_Matcher = llguidance.LLMatcher
 
 
 class GuideError(Exception):
     """The guide is invalid; the message says why."""
 
 
-def load_tokenizer(file: Path, vocab_size: int, end_ids: list[int]) -> llguidance.LLTokenizer:
+@dataclass(frozen=True, slots=True)
+class GuideTokenizer:
+    """A tokenizer for the library.
+
+    Attributes:
+        library: The library's tokenizer.
+        ids: Ids of the added tokens, by name.
+    """
+
+    library: llguidance.LLTokenizer
+    ids: dict[str, int]
+
+    def tokenize_str(self, text: str) -> list[int]:
+        """Return the tokens of a text; names of added tokens stand for these tokens."""
+        names = sorted(map(re.escape, self.ids), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(names)})" if names else r"((?!))", text)
+        return [
+            token
+            for part in parts
+            for token in ([self.ids[part]] if part in self.ids else self.library.tokenize_str(part))
+        ]
+
+
+def load_tokenizer(file: Path, vocab_size: int, end_ids: list[int]) -> GuideTokenizer:
     """Return the tokenizer in a tokenizer.json, padded to the model's vocabulary. If the model has no end ids, the
     library chooses one.
     """
-    return llguidance.LLTokenizer(read_tokenizer(file), n_vocab=vocab_size, eos_token=end_ids or None)
+    text, ids = hide_added_tokens(read_tokenizer(file))
+    return GuideTokenizer(llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=end_ids or None), ids)
 
 
-def compile_guide(guide: Guide, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
+def compile_guide(guide: Guide, tokenizer: GuideTokenizer) -> llguidance.LLMatcher:
     """Return a matcher in its initial state. Raises GuideError if the guide is invalid or exceeds the limits."""
     try:
-        matcher = llguidance.LLMatcher(tokenizer, _grammar(guide), log_level=0)
+        matcher = _Matcher(tokenizer.library, _grammar(guide, tokenizer), log_level=0)
     except RecursionError:
         raise GuideError("is nested too deeply") from None
-    except ValueError as error:
+    except (SchemaError, ValueError) as error:
         raise GuideError(_short(str(error))) from None
     trial = matcher.deep_copy()
     if not trial.is_error():
@@ -43,15 +71,45 @@ def compile_guide(guide: Guide, tokenizer: llguidance.LLTokenizer) -> llguidance
     return matcher
 
 
-def _grammar(guide: Guide) -> str:
-    matcher = llguidance.LLMatcher
-    if guide.kind == "json":
-        return str(matcher.grammar_from_json_schema(_ANY_JSON, defaults=_JSON_STYLE))
-    if guide.kind == "json_schema":
-        return str(matcher.grammar_from_json_schema(guide.text, defaults=_JSON_STYLE))
+def _grammar(guide: Guide, tokenizer: GuideTokenizer) -> str:
     if guide.kind == "regex":
-        return str(matcher.grammar_from_regex(guide.text))
-    return str(matcher.grammar_from_lark(to_lark(guide.text)))
+        return str(_Matcher.grammar_from_regex(guide.text))
+    if guide.kind in ("json", "json_schema"):
+        schema = _ANY_JSON if guide.kind == "json" else guide.text
+        lark = _with_schemas(f"%llguidance {{}}\nstart: %json {schema}", tokenizer.library)
+    else:
+        lark = _with_schemas(name_by_id(to_lark(guide.text), tokenizer.ids), tokenizer.library)
+    return str(_Matcher.grammar_from_lark(lark))
+
+
+def _with_schemas(lark: str, library: llguidance.LLTokenizer) -> str:
+    """Return a Lark grammar in which rules replace its JSON schemas. Raises SchemaError if one cannot be enforced."""
+    if "%json" not in lark:
+        return lark
+    from midstream.grammar.json_schema.compile import schema_rules  # loaded only when it is needed
+
+    parts, rules, position = [], list[str](), 0
+    known: dict[str, str] = {}
+    while (found := _JSON_TERM.search(lark, position)) is not None:
+        parts.append(lark[position : found.start()])
+        position = found.end()
+        if found[1] is None:
+            parts.append(found[0])
+            continue
+        try:
+            _, position = json.JSONDecoder().raw_decode(lark, found.end())
+        except ValueError as error:
+            raise SchemaError(f"is not JSON: {error}") from None
+        schema = lark[found.end() : position]
+        if schema not in known:
+            try:
+                known[schema], lines = schema_rules(schema, f"json{len(known)}x", library)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                # A keyword has a value of another type than it must have.
+                raise SchemaError(f"is not a valid JSON schema ({type(error).__name__}: {error})") from None
+            rules += lines
+        parts.append(known[schema])
+    return "\n".join(["".join(parts) + lark[position:], *rules])
 
 
 def _short(message: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# The exit status of a grammar process for which a guide took too long.
+OVERRUN_STATUS = 75
 READY, WAITING, OVERRUN = "ready", "waiting", "overrun"
 
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 from typing import TYPE_CHECKING
 
-from midstream.grammar.messages import READY, Guide
+from midstream.grammar.messages import OVERRUN_STATUS, READY, Guide
 from midstream.model.folder import ModelFolder
 from midstream.python_process import python_command, python_environment
 from midstream.socket_messages import receive, send
@@ -22,6 +22,8 @@ LIMIT_S = 2.0
 # Ratio of the limits on a check's elapsed time and its processor time; on a busy machine, more time elapses.
 _CHECK_PATIENCE = 5
 _START_LIMIT_S = 60.0
+# Time in which a process that has closed its connection ends.
+_EXIT_S = 1.0
 
 
 def is_available() -> bool:
@@ -96,6 +98,13 @@ class GrammarProcess:
         states, masks = receive(self._connection)
         assert isinstance(states, list)
         return states, masks
+
+    def was_overrun(self) -> bool:
+        """Return whether the process, which has died or does not respond, took too long for a guide."""
+        try:
+            return self._process.wait(_EXIT_S) == OVERRUN_STATUS
+        except subprocess.TimeoutExpired:
+            return True
 
     def kill(self) -> None:
         self._connection.close()

@@ -101,8 +101,11 @@ class GrammarChecker:
                 self._process = GrammarProcess(self._folder, limit_s=self._limit_s)
             return self._process.check(guide)
         except OSError:
+            is_overrun = self._process is not None and self._process.was_overrun()
             self._drop()
-            return f"takes more than {self._limit_s:g} s or too much memory to compile"
+            if is_overrun:
+                return f"takes more than {self._limit_s:g} s to compile"
+            return "needs too much memory to compile, or the grammar library cannot process it"
 
     def _drop(self) -> None:
         if self._process is not None:

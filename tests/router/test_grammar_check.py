@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -12,6 +14,7 @@ import pytest
 
 from midstream.errors import InvalidArgumentError, OverloadedError
 from midstream.grammar.messages import Guide
+from midstream.grammar.process import GrammarProcess
 from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
 from router.pipeline import grammar_check
@@ -104,6 +107,23 @@ async def test_abusive_requests_fail_within_their_limit_and_later_ones_pass(
         assert "takes more than" in problem
         assert time.monotonic() < deadline
         number += 1
+
+
+async def test_a_process_that_ends_is_not_called_slow(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    checker = GrammarChecker(folder)
+    ask = GrammarProcess.check
+
+    def check_and_die(process: GrammarProcess, item: Guide) -> str:
+        assert process.is_ready(60)
+        os.kill(process._process.pid, signal.SIGKILL)  # as the kernel does, and a fault of the library
+        return ask(process, item)
+
+    monkeypatch.setattr(GrammarProcess, "check", check_and_die)
+    problem = await problem_of(checker, guide("REGEX", "a"))
+    assert problem == "needs too much memory to compile, or the grammar library cannot process it"
+    monkeypatch.undo()
+    await checker.check(guide("REGEX", "ab"))
+    checker.close()
 
 
 async def problem_of(checker: GrammarChecker, config: pb.GuidedDecodingConfig) -> str:

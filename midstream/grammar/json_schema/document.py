@@ -1,0 +1,119 @@
+"""Reads a schema, with exact numbers, and resolves its references."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from functools import cached_property
+from typing import Any, TypeVar
+
+from jsonschema import Draft202012Validator
+from jsonschema.validators import validator_for
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012, specification_with
+
+from midstream.grammar.json_schema.errors import SchemaError
+
+Schema = Mapping[str, Any]
+_T = TypeVar("_T")
+_ROOT = "urn:midstream:schema"
+
+
+class Document:
+    """A schema document.
+
+    Attributes:
+        root: The schema.
+        style: The keyword `x-guidance` of the root.
+    """
+
+    def __init__(self, text: str) -> None:
+        """Read a schema from JSON. Raises SchemaError if it is not one."""
+        try:
+            self.root = json.loads(text, parse_float=Decimal, parse_constant=_refuse)
+        except ValueError as error:
+            raise SchemaError(f"is not JSON: {error}") from None
+        if not isinstance(self.root, dict | bool):
+            raise SchemaError("must be an object or a boolean")
+        root = self.root if isinstance(self.root, dict) else {}
+        self.style = root.get("x-guidance", {})
+        dialect = str(root.get("$schema", "")).removesuffix("#")
+        known = specification_with(dialect, default=DRAFT202012) if dialect else DRAFT202012
+        self._validator = validator_for({"$schema": root.get("$schema", "")}, default=Draft202012Validator)
+        # References replace their siblings before draft 2019-09.
+        self.refs_replace_siblings = known.name in ("draft-03", "draft-04", "draft-06", "draft-07")
+        self._resource = known.create_resource(self.root)
+        self._resolvers: dict[int, Any] = {}  # by the id of a schema
+        self._made: dict[object, Any] = {}
+        self.coerces_one_of = self.opens_objects = False
+
+    @cached_property
+    def _resolver(self) -> Any:
+        """The root's resolver; few schemas need it."""
+        registry: Registry[Any] = Registry().with_resource(_ROOT, self._resource).crawl()
+        resolver = registry.resolver(_ROOT)
+        has_id = isinstance(self.root, dict) and isinstance(self.root.get("$id"), str)
+        return resolver.in_subresource(self._resource) if has_id else resolver
+
+    def resolve(self, schema: Schema, keyword: str) -> Any:
+        """Return the schema to which a reference leads. Raises SchemaError if there is none."""
+        reference = schema[keyword]
+        if not isinstance(reference, str):
+            raise SchemaError(f"{keyword} must be a text")
+        anchor = reference.removeprefix("#")
+        if keyword == "$dynamicRef" and self._num_dynamic_anchors(anchor) > 1:
+            raise SchemaError(f"$dynamicRef to one of several anchors {anchor!r} cannot be enforced")
+        resolver = self._base(schema)
+        try:
+            found = resolver.lookup(reference)
+        except (Unresolvable, ValueError):
+            raise SchemaError(f"{keyword}: {reference!r} is not in this document") from None
+        if isinstance(found.contents, dict):
+            self._enter(found.contents, found.resolver)
+        return found.contents
+
+    def _num_dynamic_anchors(self, name: str) -> int:
+        """Return the number of schemas to which a dynamic reference may lead."""
+        number, waiting = 0, [self.root]
+        while waiting:
+            item = waiting.pop()
+            if isinstance(item, dict):
+                number += item.get("$dynamicAnchor") == name
+                waiting += item.values()
+            elif isinstance(item, list):
+                waiting += item
+        return number
+
+    def enter(self, parent: Schema, schema: object) -> None:
+        """Note that `schema` is within `parent`, so that its references are relative to the same base."""
+        if not isinstance(schema, dict) or id(schema) in self._resolvers:
+            return
+        # Only identifiers change the base, so that most schemas need no resolver of their own.
+        if id(parent) in self._resolvers or "$id" in schema:
+            self._enter(schema, self._base(parent))
+
+    def _enter(self, schema: dict[str, Any], resolver: Any) -> None:
+        is_ignored = self.refs_replace_siblings and "$ref" in schema
+        if isinstance(schema.get("$id"), str) and schema is not self.root and not is_ignored:
+            resolver = resolver.in_subresource(DRAFT202012.create_resource(schema))
+        self._resolvers[id(schema)] = resolver
+
+    def once(self, key: object, make: Callable[[], _T]) -> _T:
+        """Return the result of the first call with this key, which stays in memory as long as this document."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]  # type: ignore[no-any-return]
+
+    def is_valid(self, value: object, schema: Schema) -> bool:
+        """Return whether a value matches a schema of this document."""
+        return bool(self._validator(schema, _resolver=self._base(schema)).is_valid(value))
+
+    def _base(self, schema: Schema) -> Any:
+        found = self._resolvers.get(id(schema))
+        return self._resolver if found is None else found
+
+
+def _refuse(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,150 @@
+"""A grammar as rules, from which everything that can never be completed is removed before it is written as Lark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+# More rules and terminals than these would take the library too long.
+MAX_RULES = 30_000
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """A text or an expression, in Lark's syntax for terminals."""
+
+    lark: str
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A rule, by name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Many:
+    """A sequence that occurs `least` to `most` times; None means any number."""
+
+    items: Sequence
+    least: int = 0
+    most: int | None = None
+
+
+Symbol = Terminal | Name | Many
+Sequence = tuple[Symbol, ...]
+Rules = dict[str, list[Sequence]]
+
+
+def text(value: str) -> Terminal:
+    """Return the terminal of one text."""
+    # The library does not accept the control character DEL in a literal.
+    return Terminal(json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f"))
+
+
+def expression(value: str) -> str:
+    """Return an expression in Lark's syntax."""
+    return f"/{value.replace('/', chr(92) + '/')}/"
+
+
+def without_dead_ends(rules: Rules, root: str, is_empty: Callable[[Terminal], bool]) -> Rules:  # noqa: C901 (two loops)
+    """Return the rules without sequences that no text completes, and without unused rules; none if there is no text.
+
+    Args:
+        is_empty: Returns whether no text matches a terminal.
+    """
+    finite: set[str] = set()
+
+    def completes(item: Symbol) -> bool:
+        if isinstance(item, Name):
+            return item.name in finite
+        if isinstance(item, Many):
+            return not item.least or all(map(completes, item.items))
+        return not is_empty(item)
+
+    # Each rule is looked at again whenever one that it uses turns out to be finite.
+    users: dict[str, set[str]] = {}
+    for name, sequences in rules.items():
+        for used in _names(item for sequence in sequences for item in sequence):
+            users.setdefault(used, set()).add(name)
+    waiting = list(rules)
+    while waiting:
+        name = waiting.pop()
+        if name not in finite and any(all(map(completes, sequence)) for sequence in rules[name]):
+            finite.add(name)
+            waiting += users.get(name, ())
+
+    def trimmed(item: Symbol) -> Symbol | None:
+        if isinstance(item, Many) and not all(map(completes, item.items)):
+            return None
+        return item
+
+    kept: Rules = {}
+    reached = [root] if root in finite else []
+    while reached:
+        name = reached.pop()
+        if name in kept:
+            continue
+        kept[name] = [
+            tuple(found for item in sequence if (found := trimmed(item)) is not None)
+            for sequence in rules[name]
+            if all(map(completes, sequence))
+        ]
+        reached += _names(item for sequence in kept[name] for item in sequence)
+    return kept
+
+
+def _names(items: Iterable[Symbol]) -> Iterator[str]:
+    for item in items:
+        if isinstance(item, Name):
+            yield item.name
+        elif isinstance(item, Many):
+            yield from _names(item.items)
+
+
+class Writer:
+    """Writes rules in Lark's syntax."""
+
+    def __init__(self, rules: Rules, prefix: str) -> None:
+        """`prefix` begins all names; it must be lower case."""
+        self._rules = rules
+        self._prefix = prefix
+        self._terminals: dict[str, str] = {}
+        self._short = {name: f"{prefix}{number}" for number, name in enumerate(rules)}
+
+    def lines(self, root: str) -> tuple[str, list[str]]:
+        """Return the name of the root's rule, and the lines of all rules and terminals."""
+        lines = [
+            f"{self._short[name]}: {' | '.join(self._sequence(sequence) for sequence in dict.fromkeys(sequences))}"
+            for name, sequences in self._rules.items()
+        ]
+        lines += [f"{name}: {lark}" for lark, name in self._terminals.items()]
+        return self._short[root], lines
+
+    def _sequence(self, items: Sequence) -> str:
+        return " ".join(map(self._symbol, items)) or '""'
+
+    def _symbol(self, item: Symbol) -> str:
+        if isinstance(item, Name):
+            return self._short[self._shortcut(item.name)]
+        if isinstance(item, Terminal):
+            if item.lark.startswith(('"', "%json")):
+                return item.lark
+            return self._terminals.setdefault(item.lark, f"{self._prefix.upper()}T{len(self._terminals)}")
+        inner = f"({self._sequence(item.items)})"
+        if item.most is None:
+            suffix = "*" if not item.least else "+" if item.least == 1 else f"{{{item.least},}}"
+        else:
+            suffix = "?" if (item.least, item.most) == (0, 1) else f"{{{item.least},{item.most}}}"
+        return inner + suffix
+
+    def _shortcut(self, name: str) -> str:
+        """Return the rule at the end of a chain of rules that only stand for another one."""
+        for _ in range(len(self._rules)):
+            sequences = self._rules[name]
+            if len(sequences) != 1 or len(sequences[0]) != 1 or not isinstance(sequences[0][0], Name):
+                return name
+            name = sequences[0][0].name
+        return name

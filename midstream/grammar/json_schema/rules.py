@@ -1,0 +1,206 @@
+"""Writes the rules of a schema: one for each combination of schemas that applies to a value."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import deque
+from collections.abc import Sequence as Items
+from decimal import Decimal
+from typing import Any
+
+from midstream.grammar.json_schema.arrays import array_rules
+from midstream.grammar.json_schema.choices import alternatives
+from midstream.grammar.json_schema.conjunction import Conjunction, conjunction
+from midstream.grammar.json_schema.demands import Demands, demands
+from midstream.grammar.json_schema.document import Document
+from midstream.grammar.json_schema.errors import SchemaError
+from midstream.grammar.json_schema.grammar import MAX_RULES, Name, Rules, Sequence, Terminal, expression, text
+from midstream.grammar.json_schema.numbers import decimals, integers
+from midstream.grammar.json_schema.objects import object_rules
+from midstream.grammar.json_schema.strings import string_conditions
+from midstream.grammar.json_schema.style import Style
+
+# The library's own code for multiples computes in double precision, and needs a state for each remainder.
+_MAX_EXACT, _MAX_DIGITS, _MAX_STEP = 2**53, 15, 10_000
+_PLAIN_DIGITS = 30
+# Characters that have a meaning in expressions, and those that are easily mistaken.
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+_SPECIAL = re.compile(r"[^A-Za-z0-9_ \":,!@%<>=;'~`]")
+
+
+class RuleMaker:
+    """Makes the rules of the values of a schema.
+
+    Attributes:
+        document: The schema.
+        style: How JSON is formatted.
+        rules: The rules so far, by name.
+    """
+
+    def __init__(self, document: Document, style: Style) -> None:
+        self.document = document
+        self.style = style
+        self.rules: Rules = {}
+        self._names: dict[object, str] = {}
+        self._waiting: deque[tuple[str, Conjunction]] = deque()
+
+    def make(self, schema: object) -> str:
+        """Make the rules of a schema, and of all values in it; return the name of its rule.
+
+        Raises:
+            SchemaError: The schema is invalid, or cannot be enforced.
+        """
+        root = self.name_of([schema]).name
+        while self._waiting:
+            name, whole = self._waiting.popleft()
+            self.rules[name] = self._sequences(whole)
+            if len(self.rules) > MAX_RULES:
+                raise SchemaError("is too large")
+        return root
+
+    def name_of(self, schemas: Items[object]) -> Name:
+        """Return the rule of the values that match all of `schemas`; it is made later."""
+        return self._name(conjunction(self.document, schemas))
+
+    def add(self, sequences: list[Sequence]) -> Name:
+        """Add a rule."""
+        name = f"rule {len(self.rules)} {len(self._names)}"
+        self.rules[name] = sequences
+        return Name(name)
+
+    def _name(self, whole: Conjunction | None) -> Name:
+        key: object = None if whole is None else whole.key
+        name = self._names.get(key)
+        if name is None:
+            name = self._names[key] = f"value {len(self._names)}"
+            if whole is None:
+                self.rules[name] = []
+            else:
+                self._waiting.append((name, whole))
+        return Name(name)
+
+    def _sequences(self, whole: Conjunction) -> list[Sequence]:
+        options = alternatives(self.document, whole)
+        if options is not None:
+            return [(self._name(option),) for option in options]
+        found = demands(self.document, whole)
+        if found.values is not None:
+            return [(_listed(found.values, self.style),)] if found.values else []
+        sequences: list[Sequence] = []
+        if any(isinstance(value, dict | list) for value in found.excluded) and {"object", "array"} & found.types:
+            raise SchemaError("not with an object or an array as a value cannot be enforced")
+        if "object" in found.types:
+            sequences += object_rules(self, whole)
+        if "array" in found.types:
+            sequences += array_rules(self, whole)
+        return [*sequences, *_scalars(found)]
+
+
+def _scalars(found: Demands) -> list[Sequence]:
+    """Return the terminals of the values that are neither objects nor arrays."""
+    words = [None] * ("null" in found.types) + [True, False] * ("boolean" in found.types)
+    kept = [word for word in words if not any(word is value for value in found.excluded)]
+    sequences: list[Sequence] = [(text(json.dumps(word)),) for word in kept]
+    if "string" in found.types and (found.max_length is None or found.min_length <= found.max_length):
+        conditions = string_conditions(
+            min_length=found.min_length,
+            max_length=found.max_length,
+            patterns=found.patterns,
+            formats=found.formats,
+            excluded=[value for value in found.excluded if isinstance(value, str)],
+        )
+        sequences.append((Terminal(conditions),))
+    if found.types & {"integer", "number"}:
+        sequences += _numbers(found)
+    return sequences
+
+
+def _numbers(found: Demands) -> list[Sequence]:
+    """Return the terminals of the numbers in a range, or of its integers."""
+    out = [value for value in found.excluded if isinstance(value, int | Decimal) and not isinstance(value, bool)]
+    if found.multiples:
+        if out:
+            raise SchemaError("not beside multipleOf cannot be enforced")
+        return _multiples(found)
+    if "number" in found.types:
+        options = [" & ".join(map(expression, parts)) for parts in decimals(found.numbers)]
+        if out:
+            raise SchemaError("not with a number as a value cannot be enforced, unless the type is integer")
+        return [(Terminal(option),) for option in options]
+    spellings = integers(*found.numbers.integers())
+    whole = [str(int(value)) for value in out if value == int(value)]
+    but = f" & ~{expression('(' + '|'.join(whole) + ')')}" if whole else ""
+    return [(Terminal(expression(spelling) + but),) for spelling in spellings]
+
+
+def _multiples(found: Demands) -> list[Sequence]:
+    """Return the terminal of the multiples of a number: the library has its own code for these."""
+    step, is_integer = found.multiples[0], "integer" in found.types
+    for other in [*found.multiples[1:], *([Decimal(1)] if is_integer else [])]:
+        step = _common_multiple(step, other)
+    numbers = found.numbers
+    low = _inside(numbers.low, step, 1, is_open=numbers.is_low_open)
+    high = _inside(numbers.high, step, -1, is_open=numbers.is_high_open)
+    if low is not None and high is not None and low > high:
+        return []
+    bounds = {"multipleOf": step, "minimum": low, "maximum": high}
+    given = {name: value for name, value in bounds.items() if value is not None}
+    if int("".join(map(str, step.normalize().as_tuple().digits))) > _MAX_STEP or any(map(_is_inexact, given.values())):
+        raise SchemaError("multipleOf with such large or long numbers cannot be enforced")
+    shown = ", ".join(f"{json.dumps(name)}: {value:f}" for name, value in given.items())
+    return [(Terminal(f'%json {{"type": "{"integer" if is_integer else "number"}", {shown}}}'),)]
+
+
+def _is_inexact(number: Decimal) -> bool:
+    """Return whether a number may differ in double precision."""
+    return abs(number) >= _MAX_EXACT or len(number.as_tuple().digits) > _MAX_DIGITS
+
+
+def _inside(bound: Decimal | None, step: Decimal, direction: int, *, is_open: bool) -> Decimal | None:
+    """Return the first multiple of `step` inside a bound."""
+    if bound is None:
+        return None
+    number = (bound / step).to_integral_value()
+    while number * step * direction < bound * direction or (is_open and number * step == bound):
+        number += direction
+    return (number * step).normalize() if number else Decimal(0)
+
+
+def _common_multiple(one: Decimal, other: Decimal) -> Decimal:
+    """Return the least common multiple."""
+    places = max(-int(one.as_tuple().exponent), -int(other.as_tuple().exponent), 0)
+    scale = Decimal(10) ** places
+    return Decimal(math.lcm(int(one * scale), int(other * scale))) / scale
+
+
+def _listed(values: Items[Any], style: Style) -> Terminal:
+    """Return the terminal of listed values, each in one spelling."""
+    spellings = dict.fromkeys(spelled(value, style) for value in values)
+    return Terminal(expression("(" + "|".join(map(_plain, spellings)) + ")"))
+
+
+def _plain(spelling: str) -> str:
+    """Return the expression of one JSON text."""
+    return _SPECIAL.sub(lambda found: rf"\x{{{ord(found[0]):X}}}", spelling)
+
+
+def spelled(value: object, style: Style) -> str:
+    """Return the JSON text of a value."""
+    if isinstance(value, str):
+        return _encode(value).encode(errors="replace").decode()
+    if isinstance(value, Decimal):
+        return _decimal(value)
+    if isinstance(value, dict):
+        members = (f"{spelled(name, style)}{style.key_separator}{spelled(item, style)}" for name, item in value.items())
+        return f"{{{style.item_separator.join(members)}}}"
+    if isinstance(value, list):
+        return f"[{style.item_separator.join(spelled(item, style) for item in value)}]"
+    return json.dumps(value)
+
+
+def _decimal(value: Decimal) -> str:
+    """Return the shortest spelling of a number, without an exponent unless it is very large or small."""
+    value = value.normalize()
+    return f"{value:f}" if -_PLAIN_DIGITS < value.adjusted() < _PLAIN_DIGITS else f"{value:e}"
