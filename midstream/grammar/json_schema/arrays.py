@@ -8,7 +8,8 @@ from midstream.grammar.json_schema.choices import alternatives
 from midstream.grammar.json_schema.conjunction import Conjunction, conjunction, least, list_of, size_of
 from midstream.grammar.json_schema.demands import demands
 from midstream.grammar.json_schema.errors import SchemaError
-from midstream.grammar.json_schema.grammar import Many, Name, Sequence, Terminal
+from midstream.grammar.json_schema.grammar import Many, Name, Sequence, Terminal, text
+from midstream.grammar.json_schema.spelling import spelled
 
 if TYPE_CHECKING:
     from midstream.grammar.json_schema.rules import RuleMaker
@@ -132,9 +133,6 @@ def _unique(maker: RuleMaker, fixed: list[list[object]], others: list[object], l
 
 def _values(maker: RuleMaker, schemas: list[object]) -> list[Terminal] | None:
     """Return the terminals of all values that match; None if there may be any number."""
-    from midstream.grammar.json_schema.grammar import text
-    from midstream.grammar.json_schema.rules import spelled
-
     whole = conjunction(maker.document, schemas)
     if whole is None:
         return []

@@ -96,7 +96,7 @@ def _types_of(schema: Schema) -> set[str]:
     names = value if isinstance(value, list) else [value]
     for name in names:
         if name not in TYPES:
-            raise SchemaError(f"type: {str(name)[:40]!r} is unknown; it must be one of {', '.join(TYPES)}")
+            raise SchemaError(f"Invalid type: {str(name)[:40]}; it must be one of {', '.join(TYPES)}")
     return set(names) | ({"integer"} if "number" in names else set())
 
 

@@ -15,6 +15,7 @@ from midstream.grammar.json_schema.document import Schema
 from midstream.grammar.json_schema.errors import SchemaError
 from midstream.grammar.json_schema.grammar import Many, Name, Sequence, Terminal
 from midstream.grammar.json_schema.negation import RESTRICTING
+from midstream.grammar.json_schema.spelling import spelled
 from midstream.grammar.json_schema.strings import string_conditions
 
 if TYPE_CHECKING:
@@ -53,8 +54,6 @@ def object_rules(maker: RuleMaker, whole: Conjunction) -> list[Sequence]:
     allowed = members.names()
     if allowed is not None:
         names += [name for name in allowed if name not in names]
-    from midstream.grammar.json_schema.rules import spelled
-
     properties = [
         _Property(maker.style.key(spelled(name, maker.style)), members.value(name), name in required) for name in names
     ]

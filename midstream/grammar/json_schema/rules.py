@@ -19,6 +19,7 @@ from midstream.grammar.json_schema.errors import SchemaError
 from midstream.grammar.json_schema.grammar import MAX_RULES, Name, Rules, Sequence, Terminal, expression, text
 from midstream.grammar.json_schema.numbers import decimals, integers
 from midstream.grammar.json_schema.objects import object_rules
+from midstream.grammar.json_schema.spelling import spelled
 from midstream.grammar.json_schema.strings import string_conditions
 from midstream.grammar.json_schema.style import Style
 
@@ -184,23 +185,3 @@ def _listed(values: Items[Any], style: Style) -> Terminal:
 def _plain(spelling: str) -> str:
     """Return the expression of one JSON text."""
     return _SPECIAL.sub(lambda found: rf"\x{{{ord(found[0]):X}}}", spelling)
-
-
-def spelled(value: object, style: Style) -> str:
-    """Return the JSON text of a value."""
-    if isinstance(value, str):
-        return _encode(value).encode(errors="replace").decode()
-    if isinstance(value, Decimal):
-        return _decimal(value)
-    if isinstance(value, dict):
-        members = (f"{spelled(name, style)}{style.key_separator}{spelled(item, style)}" for name, item in value.items())
-        return f"{{{style.item_separator.join(members)}}}"
-    if isinstance(value, list):
-        return f"[{style.item_separator.join(spelled(item, style) for item in value)}]"
-    return json.dumps(value)
-
-
-def _decimal(value: Decimal) -> str:
-    """Return the shortest spelling of a number, without an exponent unless it is very large or small."""
-    value = value.normalize()
-    return f"{value:f}" if -_PLAIN_DIGITS < value.adjusted() < _PLAIN_DIGITS else f"{value:e}"
