@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from midstream.grammar.json_schema.choices import alternatives
 from midstream.grammar.json_schema.conjunction import Conjunction, conjunction, least, list_of, size_of
 from midstream.grammar.json_schema.demands import demands
 from midstream.grammar.json_schema.errors import SchemaError
 from midstream.grammar.json_schema.grammar import Many, Name, Sequence, Terminal, text
+from midstream.grammar.json_schema.maker import Maker
 from midstream.grammar.json_schema.spelling import spelled
-
-if TYPE_CHECKING:
-    from midstream.grammar.json_schema.rules import RuleMaker
 
 # Arrays of unique values are written with a rule for each set of values that were used.
 _MAX_UNIQUE = 8
 
 
-def array_rules(maker: RuleMaker, whole: Conjunction) -> list[Sequence]:
+def array_rules(maker: Maker, whole: Conjunction) -> list[Sequence]:
     """Return the sequences of the arrays that match a conjunction without choices."""
     fixed, others = _members(maker, whole)
     lows = [size_of(schema, "minItems") or 0 for schema in whole.schemas]
@@ -36,7 +34,7 @@ def array_rules(maker: RuleMaker, whole: Conjunction) -> list[Sequence]:
     return [(opening, _from(maker, names, maker.name_of(others), low, high), closing)]
 
 
-def _members(maker: RuleMaker, whole: Conjunction) -> tuple[list[list[object]], list[object]]:
+def _members(maker: Maker, whole: Conjunction) -> tuple[list[list[object]], list[object]]:
     """Return the schemas of each of the first items, and those of all others."""
     prefixes: list[list[object]] = []
     rests: list[list[object]] = []
@@ -84,7 +82,7 @@ def _least_contained(whole: Conjunction) -> int:
     return number
 
 
-def _from(maker: RuleMaker, names: list[Name], other: Name, low: int, high: int | None) -> Name:
+def _from(maker: Maker, names: list[Name], other: Name, low: int, high: int | None) -> Name:
     """Return the rule of what is between the brackets."""
     between = maker.style.between
     count = len(names)
@@ -108,7 +106,7 @@ def _from(maker: RuleMaker, names: list[Name], other: Name, low: int, high: int 
     return following
 
 
-def _unique(maker: RuleMaker, fixed: list[list[object]], others: list[object], low: int, high: int | None) -> Name:
+def _unique(maker: Maker, fixed: list[list[object]], others: list[object], low: int, high: int | None) -> Name:
     """Return the rule of what is between the brackets of an array whose values differ."""
     values = None if fixed else _values(maker, others)
     if values is None or len(values) > _MAX_UNIQUE:
@@ -131,7 +129,7 @@ def _unique(maker: RuleMaker, fixed: list[list[object]], others: list[object], l
     return after(frozenset())
 
 
-def _values(maker: RuleMaker, schemas: list[object]) -> list[Terminal] | None:
+def _values(maker: Maker, schemas: list[object]) -> list[Terminal] | None:
     """Return the terminals of all values that match; None if there may be any number."""
     whole = conjunction(maker.document, schemas)
     if whole is None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from midstream.grammar.json_schema.choices import alternatives
 from midstream.grammar.json_schema.conjunction import Conjunction, conjunction, least, list_of, map_of, size_of
@@ -14,12 +14,10 @@ from midstream.grammar.json_schema.demands import demands
 from midstream.grammar.json_schema.document import Schema
 from midstream.grammar.json_schema.errors import SchemaError
 from midstream.grammar.json_schema.grammar import Many, Name, Sequence, Terminal
+from midstream.grammar.json_schema.maker import Maker
 from midstream.grammar.json_schema.negation import RESTRICTING
 from midstream.grammar.json_schema.spelling import spelled
 from midstream.grammar.json_schema.strings import string_conditions
-
-if TYPE_CHECKING:
-    from midstream.grammar.json_schema.rules import RuleMaker
 
 _MAX_PATTERNS = 5
 _MAX_STATES = 20_000
@@ -42,7 +40,7 @@ class _Others:
     value: Name
 
 
-def object_rules(maker: RuleMaker, whole: Conjunction) -> list[Sequence]:
+def object_rules(maker: Maker, whole: Conjunction) -> list[Sequence]:
     """Return the sequences of the objects that match a conjunction without choices."""
     members = _Members(maker, whole)
     required = list(dict.fromkeys(name for schema in whole.schemas for name in _names(schema, "required")))
@@ -78,7 +76,7 @@ class _Members:
         listed: The names in `properties`.
     """
 
-    def __init__(self, maker: RuleMaker, whole: Conjunction) -> None:
+    def __init__(self, maker: Maker, whole: Conjunction) -> None:
         self._maker = maker
         self._whole = whole
         self.listed = list(dict.fromkeys(name for schema in whole.schemas for name in map_of(schema, "properties")))
@@ -199,7 +197,7 @@ class _Chain:
     """Makes the rules of the members between the braces, from each property on, by the number of members before it."""
 
     def __init__(
-        self, maker: RuleMaker, properties: list[_Property], others: list[_Others], low: int, high: int | None
+        self, maker: Maker, properties: list[_Property], others: list[_Others], low: int, high: int | None
     ) -> None:
         self._maker = maker
         self._properties = properties

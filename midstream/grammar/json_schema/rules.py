@@ -32,13 +32,7 @@ _SPECIAL = re.compile(r"[^A-Za-z0-9_ \":,!@%<>=;'~`]")
 
 
 class RuleMaker:
-    """Makes the rules of the values of a schema.
-
-    Attributes:
-        document: The schema.
-        style: How JSON is formatted.
-        rules: The rules so far, by name.
-    """
+    """Makes the rules of the values of a schema; see Maker."""
 
     def __init__(self, document: Document, style: Style) -> None:
         self.document = document
@@ -62,11 +56,9 @@ class RuleMaker:
         return root
 
     def name_of(self, schemas: Items[object]) -> Name:
-        """Return the rule of the values that match all of `schemas`; it is made later."""
         return self._name(conjunction(self.document, schemas))
 
     def add(self, sequences: list[Sequence]) -> Name:
-        """Add a rule."""
         name = f"rule {len(self.rules)} {len(self._names)}"
         self.rules[name] = sequences
         return Name(name)
