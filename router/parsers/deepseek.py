@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from router.parsers.machine import Call, Offer, arguments_text
-from router.parsers.sections import section
+from router.parsers.sections import Sections
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -24,4 +24,4 @@ def _read(body: str, offer: Offer) -> Call | None:
     return None if arguments is None else Call(name.strip(), arguments)
 
 
-script = section(BEGIN, END, CALL, CALL_END, _read)
+script = Sections(begin=BEGIN, end=END, call=CALL, call_end=CALL_END, read=_read).script

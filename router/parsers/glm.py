@@ -15,7 +15,9 @@ _PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
 def script(machine: Machine) -> Steps[None]:
     """Parse text and calls."""
     while (yield from machine.text_until(_OPENING)):
-        body, closing = yield from machine.take_until(_CLOSING)
+        body, closing = yield from machine.take_around(
+            _CLOSING, value=("<arg_value>", "</arg_value>"), restart=_OPENING
+        )
         call = _read(body, machine.offer)
         if machine.settle([call] if call else None, _OPENING + body + closing):
             yield from machine.take_space()

@@ -22,8 +22,6 @@ _TEXT = r"TEXT: /(.|\n)*/"
 _SPACE = r"SPACE: /\s*/"
 # White space between and after sections of calls.
 _GAP = r"GAP: /\s{0,2}/"
-# A reference relative to the root of a schema, as JSON text.
-_REFERENCE = re.compile(r'(?<!\\)"\$ref": "#')
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,14 +251,20 @@ class _Tagged:
 
 def _with_root(schema: Schema, root: Schema) -> Schema:
     """Return a part of the schema `root` as a schema of its own, in which references still lead into `root`."""
-    moved = move_references(schema, "#/$defs/root")
-    return schema if moved == schema else {**moved, "$defs": {"root": move_references(root, "#/$defs/root")}}
+    if '"$ref"' not in json.dumps(schema):
+        return schema
+    whole = {**resource(root, "root"), "$defs": {**_definitions(root), "part of a value": schema}}
+    return {"$ref": f"{whole['$id']}#/$defs/part%20of%20a%20value", "$defs": {"root": whole}}
 
 
-def move_references(schema: Schema, pointer: str) -> dict[str, object]:
-    """Return a schema in which references that begin at the root begin at `pointer` instead."""
-    moved: dict[str, object] = json.loads(_REFERENCE.sub(f'"$ref": "{pointer}', json.dumps(schema)))
-    return moved
+def _definitions(root: Schema) -> Mapping[str, object]:
+    found = root.get("$defs")
+    return found if isinstance(found, Mapping) else {}
+
+
+def resource(schema: Schema, name: str) -> dict[str, object]:
+    """Return a schema that can be part of another one: it has an identifier, with which its references begin."""
+    return {"$id": f"urn:midstream:{name}", **schema}
 
 
 def _thinking(closing: str, spell: _Speller) -> str:

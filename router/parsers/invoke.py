@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from router.parsers.machine import Call, Offer, Script
-from router.parsers.sections import section
+from router.parsers.sections import Sections
 from router.parsers.tagged_values import arguments_of
 
 
@@ -29,7 +29,9 @@ def invocations(prefix: str, begin: str, end: str) -> Script:
             return None
         return Call(name, arguments_of(values, offer.tools[name], texts))
 
-    return section(begin, end, f'<{prefix}invoke name="', f"</{prefix}invoke>", read)
+    value = (f"<{prefix}parameter name=", f"</{prefix}parameter>")
+    call, call_end = f'<{prefix}invoke name="', f"</{prefix}invoke>"
+    return Sections(begin=begin, end=end, call=call, call_end=call_end, read=read, value=value).script
 
 
 MINIMAX_BEGIN, MINIMAX_END = "<minimax:tool_call>", "</minimax:tool_call>"

@@ -193,6 +193,33 @@ class Machine:
             start = max(len(self._held) - margin, 0)
             yield
 
+    def take_around(
+        self, marker: str, *, value: tuple[str, str], restart: str = "", certain: Sequence[str] = ()
+    ) -> Steps[tuple[str, str]]:
+        """Consume and return the text before `marker`, and the marker, as `take_until` does; but a marker within a
+        value is part of the value, unless the value never ends.
+
+        Args:
+            value: The tags around a value.
+            restart: Text that cannot follow a marker within a value.
+            certain: Markers that also end a value.
+        """
+        text, first = "", None
+        while True:
+            part, found = yield from self.take_until(*certain, marker)
+            text += part
+            if not found and first is not None:
+                self.unread(text[first + len(marker) :])
+                return text[:first], marker
+            if found != marker or text.rfind(value[0]) <= text.rfind(value[1]):
+                return text, found
+            space = yield from self.take_space()
+            if restart and (yield from self.accept(restart)):
+                self.unread(space + restart)
+                return text, found
+            first = len(text) if first is None else first
+            text += marker + space
+
     def take_balanced(self, *stops: str, quotes: str = '"') -> Steps[tuple[str, bool]]:
         """Consume the text from an opening bracket to the matching one; return the text, and whether the match was
         found.

@@ -1,4 +1,8 @@
-"""Qwen3-Coder and Qwen 3.5: `<tool_call>`, `<function=NAME>`, and each argument between `<parameter=KEY>` tags."""
+"""Qwen3-Coder and Qwen 3.5: `<tool_call>`, `<function=NAME>`, and each argument between `<parameter=KEY>` tags.
+
+Read as by the parser that Qwen publishes with the model: a value ends at its tag, at the next parameter, at the end of
+the function or of the output, and what else is between parameters is ignored.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ from router.parsers.tagged_values import arguments_of
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _FUNCTION, _END = "<function=", "</function>"
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
+_PARAMETER_BEGIN, _PARAMETER_END = "<parameter=", "</parameter>"
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 
 
 def script(machine: Machine) -> Steps[None]:
@@ -23,10 +28,11 @@ def script(machine: Machine) -> Steps[None]:
                 machine.settle(None, raw + body + closing)
                 continue
             raw += _FUNCTION
-        body, end = yield from machine.take_until(_END)
-        raw += body + end
-        call = _read(body, machine.offer) if end else None
-        if not machine.settle([call] if call else None, raw):
+        body, end = yield from machine.take_around(
+            _CLOSING, value=(_PARAMETER_BEGIN, _PARAMETER_END), restart=_OPENING, certain=(_END,)
+        )
+        call = _read(body, machine.offer)
+        if not machine.settle([call] if call else None, raw + body + end):
             continue
         yield from machine.take_space()
         # The closing tag may follow without an opening one, or after several functions.
@@ -37,13 +43,14 @@ def script(machine: Machine) -> Steps[None]:
 def _read(body: str, offer: Offer) -> Call | None:
     """Return the call parsed from `NAME>` and the parameters after it."""
     name, mark, rest = body.partition(">")
-    name = name.strip()
-    position, values = 0, []
-    while found := _PARAMETER.match(rest, position):
-        # The template writes each value on lines of its own.
-        value = found[2].removeprefix("\n").removesuffix("\n")
-        values.append((found[1].strip(), value))
-        position = found.end()
-    if not mark or rest[position:].strip() or name not in offer.tools:
+    name = _name(name)
+    # The template writes each value on lines of its own.
+    values = [(_name(key), value.removeprefix("\n").removesuffix("\n")) for key, value in _PARAMETER.findall(rest)]
+    if not mark or name not in offer.tools or (not values and rest.strip()):
         return None
     return Call(name, arguments_of(values, offer.tools[name]))
+
+
+def _name(text: str) -> str:
+    """Return a name without the quotes in which models sometimes write it."""
+    return text.strip().strip("\"'")

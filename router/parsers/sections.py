@@ -2,41 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from router.parsers.machine import Call, Machine, Offer, Script, Steps
+from router.parsers.machine import Call, Machine, Offer, Steps
 
 
-def section(begin: str, end: str, call: str, call_end: str, read: Callable[[str, Offer], Call | None]) -> Script:
-    """Return the parser of a format whose calls are in sections between `begin` and `end`, each between `call` and
-    `call_end`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sections:
+    """A format whose calls are in sections.
 
-    `read` returns the call in the text between `call` and `call_end`.
+    Attributes:
+        begin: Text at the beginning of a section.
+        end: Text at its end.
+        call: Text before a call.
+        call_end: Text after a call.
+        read: Returns the call in the text between `call` and `call_end`.
+        value: The tags around a value, which may contain `call_end`.
+        other_marks: Other beginnings of sections, with the ends of these; a section that begins with `call` has no
+            beginning, and ends with its calls.
     """
 
-    def script(machine: Machine) -> Steps[None]:
-        while (yield from machine.text_until(begin)):
-            if (yield from calls(machine)):
+    begin: str
+    end: str
+    call: str
+    call_end: str
+    read: Callable[[str, Offer], Call | None]
+    value: tuple[str, str] | None = None
+    other_marks: Mapping[str, str] = field(default_factory=dict)
+
+    def script(self, machine: Machine) -> Steps[None]:
+        """Parse text and sections."""
+        ends = {self.begin: self.end, **self.other_marks}
+        while mark := (yield from machine.text_until(*ends)):
+            if mark == self.call:
+                machine.unread(mark)
+                mark = ""
+            if (yield from self._section(machine, mark, ends[mark or self.call])):
                 yield from machine.take_space()
 
-    def calls(machine: Machine) -> Steps[bool]:
+    def _section(self, machine: Machine, begin: str, end: str) -> Steps[bool]:
         """Parse a section; return whether it contained only calls."""
         raw, is_call = begin, False
         while True:
             raw += yield from machine.take_space()
-            mark = yield from machine.accept(call, end)
+            mark = yield from machine.accept(self.call, *filter(None, [end]))
+            if mark is None and not end:
+                machine.unread(raw)
+                return is_call
             if mark is None:
                 # The text is neither a call nor the end: emit it up to the next call or the end.
-                rest, mark = yield from machine.take_until(call, end)
+                rest, mark = yield from machine.take_until(self.call, end)
                 raw += rest
-            if mark == call:
-                body, closing = yield from machine.take_until(call_end)
-                found = read(body, machine.offer)
-                is_call = machine.settle([found] if found else None, raw + call + body + closing)
+            if mark == self.call:
+                is_call = yield from self._call(machine, raw)
                 raw = ""
-            else:
-                if raw.strip() or not is_call:
-                    is_call = machine.settle(None, raw + mark)
-                return is_call
+                continue
+            if raw.strip() or not is_call:
+                is_call = machine.settle(None, raw + mark)
+            return is_call
 
-    return script
+    def _call(self, machine: Machine, before: str) -> Steps[bool]:
+        """Parse a call, which follows the text `before`; return whether it is one."""
+        if self.value is None:
+            body, closing = yield from machine.take_until(self.call_end)
+        else:
+            body, closing = yield from machine.take_around(self.call_end, value=self.value, restart=self.call)
+        found = self.read(body, machine.offer)
+        return machine.settle([found] if found else None, before + self.call + body + closing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping
 
+from router.parsers.literals import LiteralError, Literals
 from router.parsers.machine import Schema, parse_json
 
 _KINDS_OF: dict[type, set[str]] = {
@@ -87,8 +88,20 @@ def _value(text: str, schema: object, root: Schema) -> object:
         try:
             value = parse_json(stripped)
         except ValueError:
-            return text
+            value = _literal(stripped) if kinds & {"array", "object"} else None
+            if value is None:
+                return text
     return text if "string" in kinds and not kinds & _KINDS_OF[type(value)] else value
+
+
+def _literal(text: str) -> object:
+    """Return a list or mapping in Python's notation; None if the text is none."""
+    literals = Literals(text)
+    try:
+        value = literals.value()
+    except LiteralError:
+        return None
+    return value if isinstance(value, list | dict) and literals.at_end() else None
 
 
 def _kinds(schema: object) -> set[str]:

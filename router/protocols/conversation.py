@@ -23,7 +23,7 @@ from protos import generation_pb2 as pb
 from router.parsers import llama
 from router.parsers.events import CallBegin, Event
 from router.parsers.formats import ModelFormat, ToolFormat, format_of
-from router.parsers.guides import CallGrammar, auto_guide, calls_or_json, channels_guide, move_references
+from router.parsers.guides import CallGrammar, auto_guide, calls_or_json, channels_guide, resource
 from router.parsers.guides import after_thinking as json_after_thinking
 from router.parsers.machine import Machine, Offer, Schema, Script, Steps, arguments_text, parse_json
 from router.parsers.reasoning import after_thinking, plain
@@ -493,6 +493,8 @@ def _arguments(name: str, machine: Machine) -> Steps[None]:
         machine.arguments(text)
 
     yield from machine.take_space()
+    if not (yield from machine.peek()):
+        return  # the output ended before the call, for example within the reasoning
     machine.open_call(name)
     yield from machine.copy_until(add)
     if arguments_text("".join(pieces)) is not None:
@@ -500,12 +502,12 @@ def _arguments(name: str, machine: Machine) -> Steps[None]:
 
 
 def _call_schema(name: str, parameters: Schema, pointer: str) -> dict[str, object]:
-    """Return the schema of a call, to be placed at `pointer` in a document; adjust the references in `parameters`."""
+    """Return the schema of a call, to be placed at `pointer` in a document."""
     # Arguments are an object even if their schema does not say so.
-    moved = move_references({"type": "object", **parameters}, f"{pointer}/properties/parameters")
+    own = resource({"type": "object", **parameters}, pointer.removeprefix("#/").replace("/", "."))
     return {
         "type": "object",
-        "properties": {"name": {"const": name}, "parameters": moved},
+        "properties": {"name": {"const": name}, "parameters": own},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }

@@ -9,10 +9,10 @@ import llguidance
 import pytest
 
 from midstream.errors import InvalidArgumentError
-from midstream.grammar.compile import compile_guide
+from midstream.grammar.compile import GuideTokenizer, compile_guide
 from midstream.grammar.messages import Guide
 from protos import generation_pb2 as pb
-from router.parsers.events import CallBegin, CallEnd, joined
+from router.parsers.events import CallArguments, CallBegin, CallEnd, ReasoningDelta, joined
 from router.pipeline.prompt import PromptOptions
 from router.protocols.anthropic.request import read_messages
 from router.protocols.conversation import ChatModel, Conversation, SequenceReader, Tools
@@ -159,7 +159,7 @@ def test_schemas_of_required_calls_may_have_references() -> None:
             ('{"name": "count", "parameters": {"value": "a"}}', False),
             ('{"name": "name", "parameters": {"value": "a", "near": [{"value": 2}]}}', False),
         ):
-            library = llguidance.LLTokenizer("byte")
+            library = GuideTokenizer(llguidance.LLTokenizer("byte"), {})
             matcher = compile_guide(Guide(kind, guide.guide), library)
             tokens = library.tokenize_str(f"{before}[{call}]")
             assert (all(map(matcher.consume_token, tokens)) and matcher.is_accepting()) == fits
@@ -185,7 +185,7 @@ def test_arguments_are_an_object_even_if_their_schema_has_no_type(schema: dict[s
     ):
         guide = conversation(model(), tools, None).request.guided_decoding
         for arguments, fits in (('{"city": "Oslo"}', True), ("3", False), ('"Oslo"', False), ("[]", False)):
-            library = llguidance.LLTokenizer("byte")
+            library = GuideTokenizer(llguidance.LLTokenizer("byte"), {})
             matcher = compile_guide(Guide(kind, guide.guide), library)
             tokens = library.tokenize_str(before + arguments + after)
             assert (all(map(matcher.consume_token, tokens)) and matcher.is_accepting()) == fits
@@ -269,3 +269,12 @@ def test_every_api_refuses_what_cannot_be_combined(read_body: Read, fields: dict
     with pytest.raises(InvalidArgumentError) as raised:
         read_body(body, model("llama3_json"))
     assert raised.value.field == "tools"
+
+
+def test_a_named_call_that_has_not_begun_is_none() -> None:
+    named = Tools({"find": {}}, choice="named", named="find")
+    found = conversation(model(reasoning="think"), named, None, is_thinking=True)
+    events = SequenceReader(found, "r", 0).read("I should look for", is_final=True)
+    assert events == [ReasoningDelta("I should look for")]
+    events = SequenceReader(found, "r", 0).read('Hm.</think>{"a": 1', is_final=True)
+    assert [type(event) for event in events][:3] == [ReasoningDelta, CallBegin, CallArguments]

@@ -149,7 +149,8 @@ class Reply(StreamedResponse):
             ordered = [sequences[index] for index in sorted(sequences)]
             prompt = self._prompt_fields(number, ordered[0])
             if len(ordered) > self._job.num_choices:
-                ordered.sort(key=_mean_log_prob, reverse=True)
+                num_prompt = len(self._job.requests[number].token_ids.values) if self._job.echoes_prompt else 0
+                ordered.sort(key=partial(mean_log_prob, num_prompt), reverse=True)
             for chunk in ordered[: self._job.num_choices]:
                 choice = self._job.shape.whole(len(choices), chunk)
                 choices.append(choice if self._job.shape.is_prompt_shared else choice | prompt)
@@ -323,5 +324,6 @@ class Reply(StreamedResponse):
         )
 
 
-def _mean_log_prob(chunk: Chunk) -> float:
-    return (chunk.cumulative_log_prob or 0.0) / max(chunk.next_offset, 1)
+def mean_log_prob(num_prompt: int, chunk: Chunk) -> float:
+    """Return the mean log probability of the tokens that follow an echoed prompt of `num_prompt` tokens."""
+    return (chunk.cumulative_log_prob or 0.0) / max(chunk.next_offset - num_prompt, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from router.protocols.openai.body import Body
 from router.protocols.openai.echo import EchoedPrompt
 from router.protocols.openai.jobs import Job, Vocabulary, chat_job, completion_job
 from router.protocols.openai.positions import Position, event_prefix, read_event_id
+from router.protocols.openai.reply import mean_log_prob
 
 VOCABULARY = Vocabulary(lambda token: bytes([97 + token]), ChatModel(ModelFormat(TOOL_FORMATS["hermes"])))
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -423,3 +425,11 @@ def test_a_developer_is_the_system_unless_the_template_knows_developers() -> Non
     for vocabulary, role in ((VOCABULARY, "system"), (known, "developer")):
         job = chat_job(Body({"messages": messages}), vocabulary)
         assert [message.role for message in job.requests[0].chat.messages] == [role, "user"]
+
+
+def test_the_best_sequence_is_chosen_by_its_own_tokens_and_not_by_an_echoed_prompt() -> None:
+    # Mean log probabilities of -1 and -1.5 for 2 and 10 tokens after a prompt of 8.
+    short, long = Chunk(0, 0, [0] * 10, cumulative_log_prob=-2.0), Chunk(1, 0, [0] * 18, cumulative_log_prob=-15.0)
+    assert sorted([long, short], key=partial(mean_log_prob, 8), reverse=True) == [short, long]
+    assert mean_log_prob(8, short) == -1.0
+    assert mean_log_prob(8, long) == -1.5

@@ -22,6 +22,8 @@ SCHEMAS: dict[str, Schema] = {
     "time": {"type": "object", "properties": {}},
     "write-file": {"type": "object", "properties": {"path": {"type": "string"}, "text": {"type": "string"}}},
 }
+# A call of the format qwen3_coder up to its first value.
+OPEN_VALUE = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo"
 OFFER = Offer(SCHEMAS)
 Named = tuple[str, dict[str, object]]
 OSLO: Named = ("weather", {"city": "Oslo", "days": 3, "hourly": True})
@@ -187,6 +189,62 @@ GOOD = [
         "Right.",
         "think",
         is_thinking=True,
+    ),
+    # As the parser that Qwen publishes: a value ends at the next parameter, at the function's end, or at the output's.
+    Transcript(
+        "qwen3_coder",
+        OPEN_VALUE + "\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [("weather", {"city": "Oslo", "days": 3})],
+    ),
+    Transcript("qwen3_coder", OPEN_VALUE + "\n</parameter>\n</tool_call>On.", "On.", [("weather", {"city": "Oslo"})]),
+    Transcript("qwen3_coder", OPEN_VALUE + "\n", "", [("weather", {"city": "Oslo"})]),
+    Transcript("qwen3_coder", OPEN_VALUE + "\n</function>\n</tool_call>", "", [("weather", {"city": "Oslo"})]),
+    Transcript(
+        "qwen3_coder",
+        '<tool_call>\n<function="weather">\n<parameter="city">\nOslo\n</parameter>\n</function>\n</tool_call>',
+        "",
+        [("weather", {"city": "Oslo"})],
+    ),
+    # A closing tag within a value.
+    Transcript(
+        "qwen3_coder",
+        OPEN_VALUE + " </tool_call> or\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [("weather", {"city": "Oslo </tool_call> or"})],
+    ),
+    Transcript(
+        "qwen3_coder",
+        OPEN_VALUE + "\n</tool_call>\n" + OPEN_VALUE + "\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [("weather", {"city": "Oslo"}), ("weather", {"city": "Oslo"})],
+    ),
+    Transcript(
+        "glm45",
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value></tool_call></arg_value>\n</tool_call>On.",
+        "On.",
+        [("weather", {"city": "</tool_call>"})],
+    ),
+    Transcript(
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city"></invoke></parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+        "",
+        [("weather", {"city": "</invoke>"})],
+    ),
+    # The singular, and calls without a section.
+    Transcript(
+        "kimi_k2",
+        '<|tool_call_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"{\\"city\\": 1}"'
+        "<|tool_call_end|><|tool_call_section_end|>",
+        "",
+        [("weather", {"city": 1})],
+    ),
+    Transcript(
+        "kimi_k2",
+        "So:<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "So:",
+        [("weather", {})],
     ),
     Transcript("qwen3_coder", "<function=time>\n</function>\n", "", [NOW]),
     Transcript("qwen3_coder", "See:\n<function=time>\n</function>\n</tool_call>\nOn.", "See:On.", [NOW]),
@@ -371,7 +429,6 @@ MALFORMED = [
     ("mistral", "[TOOL_CALLS]weather[ARGS]no JSON"),
     ("mistral", "[TOOL_CALLS]rm[ARGS]{}"),
     ("mistral", "[TOOL_CALLS]weather"),
-    ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n"),
     ("qwen3_coder", "<tool_call>\n<function=rm>\n</function>\n</tool_call>"),
     ("qwen3_coder", "<tool_call>\nno function\n</tool_call>"),
     ("qwen3_coder", "<tool_call>\n<function=weather>\nstray\n</function>\n</tool_call>"),
