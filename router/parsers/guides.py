@@ -21,6 +21,7 @@ _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 _TEXT = r"TEXT: /(.|\n)*/"
 _SPACE = r"SPACE: /\s*/"
 # White space between and after sections of calls.
+_ROOT_ID = "urn:midstream:root"
 _GAP = r"GAP: /\s{0,2}/"
 
 
@@ -251,9 +252,9 @@ class _Tagged:
 
 def _with_root(schema: Schema, root: Schema) -> Schema:
     """Return a part of the schema `root` as a schema of its own, in which references still lead into `root`."""
-    if '"$ref"' not in json.dumps(schema):
+    if not _has_references(schema):
         return schema
-    whole = {**resource(root, "root"), "$defs": {**_definitions(root), "part of a value": schema}}
+    whole = {"$id": _ROOT_ID, **root, "$defs": {**_definitions(root), "part of a value": schema}}
     return {"$ref": f"{whole['$id']}#/$defs/part%20of%20a%20value", "$defs": {"root": whole}}
 
 
@@ -262,9 +263,15 @@ def _definitions(root: Schema) -> Mapping[str, object]:
     return found if isinstance(found, Mapping) else {}
 
 
-def resource(schema: Schema, name: str) -> dict[str, object]:
-    """Return a schema that can be part of another one: it has an identifier, with which its references begin."""
-    return {"$id": f"urn:midstream:{name}", **schema}
+def resource(schema: Schema, name: str) -> Schema:
+    """Return a schema that can be part of another one: if it has references, also an identifier with which these
+    begin.
+    """
+    return {"$id": f"urn:midstream:{name}", **schema} if _has_references(schema) else schema
+
+
+def _has_references(schema: Schema) -> bool:
+    return '"$ref"' in json.dumps(schema)
 
 
 def _thinking(closing: str, spell: _Speller) -> str:
