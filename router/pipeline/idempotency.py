@@ -11,9 +11,11 @@ from collections.abc import Iterable
 
 from midstream.errors import AlreadyExistsError, InvalidArgumentError
 from protos import generation_pb2 as pb
+from router.pipeline.background import current_background
 
 HEADER = "idempotency-key"
 _FIELD = "Idempotency-Key"
+_WITH_KEY = f"must not be set together with {_FIELD}"
 _MAX_KEY = 255
 _KEEP_S = 24 * 3600
 
@@ -46,7 +48,9 @@ def make_repeatable(request: pb.GenerateRequest, request_id: str) -> None:
 def check_no_id(request_id: str) -> None:
     """Raise InvalidArgumentError if a request already has an id."""
     if request_id:
-        raise InvalidArgumentError(f"must not be set together with {_FIELD}", field="request_id")
+        is_line = current_background.get() is not None
+        reason = "must not be set in a line of a batch; use custom_id" if is_line else _WITH_KEY
+        raise InvalidArgumentError(reason, field="request_id")
 
 
 def keep(request: pb.GenerateRequest) -> None:

@@ -312,9 +312,12 @@ def _system(body: Body, reading: _Reading) -> None:
         if value:
             reading.turns.append(pb.ChatMessage(role="system", content=value))
         return
+    blocks = body.objects("system")
+    if not blocks:  # as if it were not set, so that the template's own system text remains
+        return
     turn = pb.ChatMessage(role="system")
     reading.turns.append(turn)
-    for block in body.objects("system"):
+    for block in blocks:
         add_text(turn, _text(block))
         reading.mark(block, turn)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import json
 from collections.abc import Callable
 
@@ -99,11 +100,12 @@ class OpenAiApi:
             raise UnavailableError("this router is draining")
 
         key = check_key(request.headers.get(HEADER))
+        context = contextvars.copy_context()  # large bodies are read in a thread
 
         def make_job(body: Body) -> Job:
             job = make(body, self._vocabulary)
             if key:
-                check_no_id(body.text("request_id") or "")
+                context.run(check_no_id, body.text("request_id") or "")
                 job.make_repeatable(key, request.url.path)
             job.ignored += ignored_fields(body, CHAT if make is chat_job else COMPLETIONS)
             return job

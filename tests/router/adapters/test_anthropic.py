@@ -567,3 +567,9 @@ def test_a_format_has_no_effect_if_a_call_is_required() -> None:
     assert job.ignored == ["output_config.format"]
     assert not job.conversation.request.HasField("guided_decoding")
     assert job.names["guided_decoding"] == "tools[0].input_schema"
+
+
+def test_an_empty_system_text_is_none() -> None:
+    for fields in ({"system": []}, {"system": ""}, {}):
+        turns = read(**fields).conversation.request.chat.messages
+        assert [turn.role for turn in turns] == ["user"]

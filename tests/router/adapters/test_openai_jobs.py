@@ -433,3 +433,21 @@ def test_the_best_sequence_is_chosen_by_its_own_tokens_and_not_by_an_echoed_prom
     assert sorted([long, short], key=partial(mean_log_prob, 8), reverse=True) == [short, long]
     assert mean_log_prob(8, short) == -1.0
     assert mean_log_prob(8, long) == -1.5
+
+
+def test_the_prompt_for_the_answer_can_be_left_out_by_a_template_variable() -> None:
+    native = chat(chat_template_kwargs={"add_generation_prompt": False, "mood": "good"}).requests[0].chat
+    assert native.HasField("add_generation_prompt")
+    assert not native.add_generation_prompt
+    assert json.loads(native.template_variables_json) == {"mood": "good"}
+    for fields, name in (
+        ({"chat_template_kwargs": {"add_generation_prompt": 1}}, "chat_template_kwargs.add_generation_prompt"),
+        (
+            {"chat_template_kwargs": {"add_generation_prompt": False}, "add_generation_prompt": True},
+            "chat_template_kwargs.add_generation_prompt",
+        ),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    ):
+        with pytest.raises(InvalidArgumentError) as raised:
+            chat(**fields)
+        assert raised.value.field == name
