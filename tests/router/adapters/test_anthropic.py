@@ -570,6 +570,7 @@ def test_a_format_has_no_effect_if_a_call_is_required() -> None:
 
 
 def test_an_empty_system_text_is_none() -> None:
-    for fields in ({"system": []}, {"system": ""}, {}):
+    asked: list[dict[str, Any]] = [{"system": []}, {"system": ""}, {}]
+    for fields in asked:
         turns = read(**fields).conversation.request.chat.messages
         assert [turn.role for turn in turns] == ["user"]
