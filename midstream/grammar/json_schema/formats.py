@@ -14,12 +14,14 @@ _DATE = (
 )
 _HOURS_AND_MINUTES = "([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_HOURS_AND_MINUTES}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+-]{_HOURS_AND_MINUTES})"
-_SECONDS = "[0-9]+S"
-_MINUTES = f"[0-9]+M({_SECONDS})?"
-_CLOCK = f"T({_SECONDS}|{_MINUTES}|[0-9]+H({_MINUTES})?)"
-_DAYS = "[0-9]+D"
-_MONTHS = f"[0-9]+M({_DAYS})?"
-_DURATION = f"P([0-9]+W|({_DAYS}|{_MONTHS}|[0-9]+Y({_MONTHS})?)({_CLOCK})?|{_CLOCK})"
+# Programs limit the numbers of durations, which the standard does not.
+_NUMBER = "[0-9]{1,4}"
+_SECONDS = f"{_NUMBER}S"
+_MINUTES = f"{_NUMBER}M({_SECONDS})?"
+_CLOCK = f"T({_SECONDS}|{_MINUTES}|{_NUMBER}H({_MINUTES})?)"
+_DAYS = f"{_NUMBER}D"
+_MONTHS = f"{_NUMBER}M({_DAYS})?"
+_DURATION = f"P({_NUMBER}W|({_DAYS}|{_MONTHS}|{_NUMBER}Y({_MONTHS})?)({_CLOCK})?|{_CLOCK})"
 _LABEL = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 _HOSTNAME = rf"{_LABEL}(\.{_LABEL}){{0,3}}"
 _ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]{1,20}"
@@ -57,4 +59,6 @@ FORMATS = {
     "ipv6": f"({_IPV6})",
     "uri": _URI,
     "uuid": _UUID,
+    # As pydantic names the format of version 4.
+    "uuid4": "[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-4[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}",
 }
