@@ -263,6 +263,12 @@ def _definitions(root: Schema) -> Mapping[str, object]:
     return found if isinstance(found, Mapping) else {}
 
 
+def lenient(schema: Schema) -> Schema:
+    """Return a schema of which keywords that cannot be enforced are left out instead of being refused."""
+    own = schema.get("x-guidance", {})
+    return {**schema, "x-guidance": {"lenient": True, **own}} if isinstance(own, dict) else schema
+
+
 def resource(schema: Schema, name: str) -> Schema:
     """Return a schema that can be part of another one: if it has references, also an identifier with which these
     begin.

@@ -23,7 +23,7 @@ from protos import generation_pb2 as pb
 from router.parsers import llama
 from router.parsers.events import CallBegin, Event
 from router.parsers.formats import ModelFormat, ToolFormat, format_of
-from router.parsers.guides import CallGrammar, auto_guide, calls_or_json, channels_guide, resource
+from router.parsers.guides import CallGrammar, auto_guide, calls_or_json, channels_guide, lenient, resource
 from router.parsers.guides import after_thinking as json_after_thinking
 from router.parsers.machine import Machine, Offer, Schema, Script, Steps, arguments_text, parse_json
 from router.parsers.reasoning import after_thinking, plain
@@ -284,11 +284,13 @@ class Conversation:
         if not tools.schemas:
             return None
         if tools.choice == "named":
-            return self._json_guide({"type": "object", **tools.schemas[tools.named]})
+            return self._json_guide(self._parameters(tools.named))
         if tools.choice == "required":
             calls = [_call_schema(*tool, f"#/items/anyOf/{i}") for i, tool in enumerate(tools.schemas.items())]
-            array: dict[str, object] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-            return self._json_guide(array if tools.is_parallel else {**array, "maxItems": 1})
+            array: Schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+            if not tools.is_parallel:
+                array = {**array, "maxItems": 1}
+            return self._json_guide(array if tools.strict else lenient(array))
         grammar = self.model.call_grammar
         if not tools.strict or grammar is None:
             return None
@@ -310,11 +312,19 @@ class Conversation:
         )
         return {
             tool_field(name): pb.GuidedDecodingConfig(
-                guide_type=pb.GUIDE_TYPE_JSON_SCHEMA, guide=json.dumps({"type": "object", **schema})
+                guide_type=pb.GUIDE_TYPE_JSON_SCHEMA, guide=json.dumps(self._parameters(name))
             )
-            for name, schema in tools.schemas.items()
+            for name in tools.schemas
             if name in names
         }
+
+    def _parameters(self, name: str) -> Schema:
+        """Return the schema of the arguments of a required call. Strictness is a property of a whole guide: a tool
+        without it is enforced exactly beside one that has it.
+        """
+        schema: Schema = {"type": "object", **self.tools.schemas[name]}
+        strict = self.tools.strict & ({name} if self.tools.choice == "named" else self.tools.schemas.keys())
+        return schema if strict else lenient(schema)
 
     @property
     def _has_channels_guide(self) -> bool:

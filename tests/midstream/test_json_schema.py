@@ -26,6 +26,7 @@ from midstream.grammar.messages import Guide
 from midstream.model.folder import open_model_folder
 
 OPEN = {"x-guidance": {"open_objects": True}}
+LENIENT = {"x-guidance": {"lenient": True}}
 TAGGED = [
     {"type": "object", "properties": {"kind": {"const": kind}, "size": {"type": "integer"}}, "required": ["kind"]}
     for kind in ("a", "b")
@@ -100,6 +101,27 @@ CASES: list[tuple[object, list[str], list[str]]] = [
     ({"type": "string", "format": "duration"}, ['"P1Y2M3DT4H"', '"P2W"'], ['"P1D2H"', '"PT"']),
     ({"type": "string", "format": "secret"}, ['"any"'], []),
     ({"type": "integer", "format": "int32"}, ["5"], []),
+    # What cannot be enforced is left out of lenient schemas, and nothing else.
+    ({**LENIENT, "type": "string", "pattern": "(?=a)b", "maxLength": 2}, ['"xy"'], ['"xyz"', "1"]),
+    (
+        {
+            **LENIENT,
+            "type": "object",
+            "properties": {
+                "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True, "maxItems": 2},
+                "id": {"type": "string", "pattern": "^a"},
+                "any": {"oneOf": [{"type": "integer"}, {"type": "number"}], "not": {"pattern": "x"}},
+            },
+            "required": ["tags", "id"],
+        },
+        ['{"tags": ["a", "a"], "id": "ab", "any": 1.5}'],
+        ['{"tags": [1], "id": "a"}', '{"tags": ["a", "b", "c"]}', '{"tags": [], "id": "b"}', '{"tags": []}'],
+    ),
+    (
+        {**LENIENT, "anyOf": [{"type": "integer"}, {"enum": ["a"]}], "if": {"pattern": "b"}, "then": {"const": "b"}},
+        ["1", '"a"'],
+        ['"b"', "1.5"],
+    ),
     # Objects: keys have one spelling and one place.
     (
         {"type": "object", "properties": {"a": {"const": 1}, "b": {"type": "string"}}, "required": ["a"]},

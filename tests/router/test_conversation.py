@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import llguidance
 import pytest
@@ -189,6 +190,18 @@ def test_arguments_are_an_object_even_if_their_schema_has_no_type(schema: dict[s
             matcher = compile_guide(Guide(kind, guide.guide), library)
             tokens = library.tokenize_str(before + arguments + after)
             assert (all(map(matcher.consume_token, tokens)) and matcher.is_accepting()) == fits
+
+
+@pytest.mark.parametrize(("strict", "is_lenient"), [([], True), (["find"], False)])
+@pytest.mark.parametrize("choice", ["required", "named"])
+def test_schemas_of_required_calls_are_lenient_without_strict_tools(
+    choice: Literal["required", "named"], strict: list[str], is_lenient: bool
+) -> None:
+    tools = Tools({"find": {"properties": {"a": {"pattern": "(?=b)"}}}}, {}, choice, "find", frozenset(strict))
+    asked = conversation(model(), tools, None)
+    guides = [asked.request.guided_decoding, *asked.guide_parts().values()]
+    settings = [json.loads(guide.guide).get("x-guidance", {}) for guide in guides]
+    assert settings == [{"lenient": True} if is_lenient else {}] * 2
 
 
 def test_complete_calls_are_read_if_required_ones_are_cut_off() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from midstream.grammar.json_schema.choices import alternatives
 from midstream.grammar.json_schema.conjunction import Conjunction, conjunction, least, list_of, size_of
 from midstream.grammar.json_schema.demands import demands
-from midstream.grammar.json_schema.errors import SchemaError
+from midstream.grammar.json_schema.errors import UnenforceableError
 from midstream.grammar.json_schema.grammar import Many, Name, Sequence, Terminal, text
 from midstream.grammar.json_schema.maker import Maker
 from midstream.grammar.json_schema.spelling import spelled
@@ -75,9 +75,9 @@ def _least_contained(whole: Conjunction) -> int:
         if low == 0 and "maxContains" not in schema:
             continue
         if value is not True and value != {}:
-            raise SchemaError("contains cannot be enforced")
+            raise UnenforceableError("contains cannot be enforced")
         if "maxContains" in schema:
-            raise SchemaError("maxContains cannot be enforced; use maxItems")
+            raise UnenforceableError("maxContains cannot be enforced; use maxItems")
         number = max(number, low)
     return number
 
@@ -110,7 +110,7 @@ def _unique(maker: Maker, fixed: list[list[object]], others: list[object], low: 
     """Return the rule of what is between the brackets of an array whose values differ."""
     values = None if fixed else _values(maker, others)
     if values is None or len(values) > _MAX_UNIQUE:
-        raise SchemaError(f"uniqueItems cannot be enforced, unless items is an enum of up to {_MAX_UNIQUE} values")
+        raise UnenforceableError(f"uniqueItems cannot be enforced, unless items has at most {_MAX_UNIQUE} values")
     known: dict[frozenset[int], Name] = {}
 
     def after(used: frozenset[int]) -> Name:

@@ -16,7 +16,7 @@ from typing import Any
 from midstream.grammar.json_schema.conjunction import Conjunction, conjunction, equal, list_of, map_of
 from midstream.grammar.json_schema.demands import Demands, demands
 from midstream.grammar.json_schema.document import Document, Schema
-from midstream.grammar.json_schema.errors import SchemaError
+from midstream.grammar.json_schema.errors import UnenforceableError
 from midstream.grammar.json_schema.negation import RESTRICTING, negation
 
 # In this order.
@@ -35,7 +35,7 @@ def alternatives(document: Document, whole: Conjunction) -> list[Conjunction] | 
                 # Options are made once, since schemas are known by their identity.
                 options = document.once(mark, partial(_options, document, schema, keyword, name))
                 if len(options) > _MAX_ALTERNATIVES:
-                    raise SchemaError(f"{keyword} has too many alternatives")
+                    raise UnenforceableError(f"{keyword} has too many alternatives")
                 settled = whole.settled | {mark}
                 found = []
                 for option in options:
@@ -90,13 +90,21 @@ def _exclusive_options(document: Document, schema: Schema) -> list[tuple[object,
     """Return the options of `oneOf`, completed so that no value matches two of them.
 
     Raises:
-        SchemaError: A value may match two options.
+        UnenforceableError: A value may match two options.
     """
     options: list[object] = list_of(schema, "oneOf")
     for option in options:
         document.enter(schema, option)
-    if document.coerces_one_of:
-        return [(option,) for option in options]
+    if not document.coerces_one_of:
+        try:
+            return _completed(document, options)
+        except UnenforceableError:
+            if not document.is_lenient:
+                raise
+    return [(option,) for option in options]
+
+
+def _completed(document: Document, options: Sequence[object]) -> list[tuple[object, ...]]:
     leaves = [_leaves(document, option) for option in options]
     needed: list[set[str]] = [set() for _ in options]
     for one, other in combinations(range(len(options)), 2):
@@ -106,7 +114,7 @@ def _exclusive_options(document: Document, schema: Schema) -> list[tuple[object,
                 if tags is None:
                     reason = f"options {one + 1} and {other + 1} may match the same value"
                     hint = "use anyOf, or give each option a property with another constant"
-                    raise SchemaError(f"oneOf: {reason}; {hint}")
+                    raise UnenforceableError(f"oneOf: {reason}; {hint}")
                 needed[one] |= tags
                 needed[other] |= tags
     return [
@@ -126,7 +134,7 @@ def _leaves(document: Document, option: object) -> list[_Leaf]:
         else:
             waiting += options
         if len(found) + len(waiting) > _MAX_LEAVES:
-            raise SchemaError("oneOf has too many alternatives")
+            raise UnenforceableError("oneOf has too many alternatives")
     return found
 
 

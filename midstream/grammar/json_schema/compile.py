@@ -26,6 +26,7 @@ def schema_rules(text: str, prefix: str, tokenizer: llguidance.LLTokenizer) -> t
     document = Document(text)
     style = Style.read(document.style)
     document.coerces_one_of, document.opens_objects = style.coerces_one_of, style.opens_objects
+    document.is_lenient = style.is_lenient
     maker = RuleMaker(document, style)
     root = maker.make(document.root)
     known: dict[str, bool] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
@@ -99,6 +99,27 @@ def conjunction(  # noqa: C901 (one loop over what is to be added)
                 part_of.setdefault(id(part), id(schema))
         waiting = [*((part, path) for part in parts), *waiting]
     return Conjunction(tuple(found.values()), settled, part_of)
+
+
+def without_keywords(document: Document, whole: Conjunction, keywords: Collection[str]) -> Conjunction:
+    """Return a conjunction without some keywords of its schemas."""
+    schemas, numbers = list[Schema](), dict[int, int]()
+    for schema in whole.schemas:
+        kept = schema
+        if any(keyword in schema for keyword in keywords):
+            left_out = {*keywords, "$id"}  # `enter` keeps the base of references
+            kept = document.once(
+                ("without", id(schema), tuple(keywords)),
+                lambda schema=schema, left_out=left_out: {  # type: ignore[misc]
+                    name: value for name, value in schema.items() if name not in left_out
+                },
+            )
+            document.enter(schema, kept)
+        schemas.append(kept)
+        numbers[id(schema)] = id(kept)
+    settled = frozenset((numbers.get(number, number), name) for number, name in whole.settled)
+    parents = {numbers.get(part, part): numbers.get(parent, parent) for part, parent in whole.parents.items()}
+    return Conjunction(tuple(schemas), settled, parents)
 
 
 def list_of(schema: Schema, keyword: str) -> list[Any]:

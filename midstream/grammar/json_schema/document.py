@@ -14,7 +14,7 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012, specification_with
 
-from midstream.grammar.json_schema.errors import SchemaError
+from midstream.grammar.json_schema.errors import SchemaError, UnenforceableError
 
 Schema = Mapping[str, Any]
 _T = TypeVar("_T")
@@ -47,7 +47,7 @@ class Document:
         self._resource = known.create_resource(self.root)
         self._resolvers: dict[int, Any] = {}  # by the id of a schema
         self._made: dict[object, Any] = {}
-        self.coerces_one_of = self.opens_objects = False
+        self.coerces_one_of = self.opens_objects = self.is_lenient = False
 
     @cached_property
     def _resolver(self) -> Any:
@@ -64,7 +64,7 @@ class Document:
             raise SchemaError(f"{keyword} must be a text")
         anchor = reference.removeprefix("#")
         if keyword == "$dynamicRef" and self._num_dynamic_anchors(anchor) > 1:
-            raise SchemaError(f"$dynamicRef to one of several anchors {anchor!r} cannot be enforced")
+            raise UnenforceableError(f"$dynamicRef to one of several anchors {anchor!r} cannot be enforced")
         resolver = self._base(schema)
         try:
             found = resolver.lookup(reference)

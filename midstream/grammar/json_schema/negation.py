@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from midstream.grammar.json_schema.errors import SchemaError
+from midstream.grammar.json_schema.errors import SchemaError, UnenforceableError
 
 # Our own keyword: values that are excluded.
 EXCLUDED = "\0excluded"
@@ -53,7 +53,7 @@ def _violations(schema: Mapping[str, Any], name: str, value: Any, keyword: str) 
     if name == "type":
         kept = value if isinstance(value, list) else [value]
         if "integer" in kept and "number" not in kept:
-            raise SchemaError(f"{keyword} with the type integer cannot be enforced")
+            raise UnenforceableError(f"{keyword} with the type integer cannot be enforced")
         others = [kind for kind in _TYPES if kind not in kept]
         return [{"type": others}] if others else []
     if name in ("const", "enum"):
@@ -79,4 +79,4 @@ def _violations(schema: Mapping[str, Any], name: str, value: Any, keyword: str) 
         kind, opposite, step = _SIZES[name]
         limit = value + step
         return [{"type": kind, opposite: limit}] if limit >= 0 else []
-    raise SchemaError(f"{keyword} with {name} cannot be enforced")
+    raise UnenforceableError(f"{keyword} with {name} cannot be enforced")

@@ -12,7 +12,7 @@ from midstream.grammar.json_schema.choices import alternatives
 from midstream.grammar.json_schema.conjunction import Conjunction, conjunction, least, list_of, map_of, size_of
 from midstream.grammar.json_schema.demands import demands
 from midstream.grammar.json_schema.document import Schema
-from midstream.grammar.json_schema.errors import SchemaError
+from midstream.grammar.json_schema.errors import SchemaError, UnenforceableError
 from midstream.grammar.json_schema.grammar import Many, Name, Sequence, Terminal
 from midstream.grammar.json_schema.maker import Maker
 from midstream.grammar.json_schema.negation import RESTRICTING
@@ -119,7 +119,7 @@ class _Members:
     def others(self, names: list[str]) -> list[_Others]:
         """Return the properties other than `names`, by the patterns that their names match."""
         if len(self._patterns) > _MAX_PATTERNS:
-            raise SchemaError(f"patternProperties with more than {_MAX_PATTERNS} patterns cannot be enforced")
+            raise UnenforceableError(f"patternProperties with more than {_MAX_PATTERNS} patterns cannot be enforced")
         found = []
         for chosen in product((True, False), repeat=len(self._patterns)):
             matching = [pattern for pattern, is_chosen in zip(self._patterns, chosen, strict=True) if is_chosen]
@@ -174,7 +174,7 @@ class _Members:
         if whole is None:
             return demands(self._maker.document, Conjunction(({"enum": []},)))
         if alternatives(self._maker.document, whole) is not None:
-            raise SchemaError("propertyNames with alternatives cannot be enforced")
+            raise UnenforceableError("propertyNames with alternatives cannot be enforced")
         found = demands(self._maker.document, whole)
         is_free = not (found.min_length or found.max_length or found.patterns or found.formats or found.excluded)
         return None if is_free and found.values is None else found
@@ -206,7 +206,7 @@ class _Chain:
         # Counts above this make no difference.
         self._top = max(low, 1) if high is None else max(high, 1)
         if len(properties) * self._top > _MAX_STATES:
-            raise SchemaError("minProperties or maxProperties with so many properties cannot be enforced")
+            raise UnenforceableError("minProperties or maxProperties with so many properties cannot be enforced")
         self._known: dict[tuple[int, int], Name] = {}
 
     def start(self) -> Name:

@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from midstream.grammar.json_schema.errors import SchemaError
+from midstream.grammar.json_schema.errors import SchemaError, UnenforceableError
 
 # Characters that JSON strings must escape, with the expression of their escape.
 _ESCAPES = {code: rf"\\u{code:04x}" for code in range(0x20)} | {
@@ -175,13 +175,13 @@ class _Parser:
             rest = self._text[self._position : self._position + 3]
             for mark, name in _UNSUPPORTED_GROUPS.items():
                 if rest.startswith(mark):
-                    raise SchemaError(f"has {name} ({mark}…), which is not supported")
+                    raise UnenforceableError(f"has {name} ({mark}…), which is not supported")
             if rest.startswith("?:"):
                 self._position += 2
             elif found := re.compile(r"\?<[A-Za-z_$][\w$]*>").match(self._text, self._position):
                 self._position = found.end()
             else:
-                raise SchemaError(f"has a group ({rest}…), which is not supported")
+                raise UnenforceableError(f"has a group ({rest}…), which is not supported")
         choice = self._choice()
         if self._peek() != ")":
             raise SchemaError("has an unmatched (")
@@ -234,7 +234,7 @@ class _Parser:
         if character.isalnum():
             kinds = {"b": "a word boundary", "B": "a word boundary", "k": "a reference to a group"}
             what = "a reference to a group" if character.isdigit() else kinds.get(character, "an unknown escape")
-            raise SchemaError(f"has {what} (\\{character}), which is not supported")
+            raise UnenforceableError(f"has {what} (\\{character}), which is not supported")
         return _one(ord(character))
 
     def _code(self, code: int) -> int:
@@ -326,7 +326,7 @@ def _expression(node: _Node) -> str:
         return "".join(map(_expression, node.items))
     if isinstance(node, _Choice):
         return _group("|".join(map(_expression, node.options)))
-    raise SchemaError(f"has {'^' if node.is_start else '$'} in the middle, which is not supported")
+    raise UnenforceableError(f"has {'^' if node.is_start else '$'} in the middle, which is not supported")
 
 
 def _set(node: _Set) -> str:

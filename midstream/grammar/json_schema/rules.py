@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -12,11 +13,12 @@ from typing import Any
 
 from midstream.grammar.json_schema.arrays import array_rules
 from midstream.grammar.json_schema.choices import alternatives
-from midstream.grammar.json_schema.conjunction import Conjunction, conjunction
+from midstream.grammar.json_schema.conjunction import Conjunction, conjunction, without_keywords
 from midstream.grammar.json_schema.demands import Demands, demands
 from midstream.grammar.json_schema.document import Document
-from midstream.grammar.json_schema.errors import SchemaError
+from midstream.grammar.json_schema.errors import SchemaError, UnenforceableError
 from midstream.grammar.json_schema.grammar import MAX_RULES, Name, Rules, Sequence, Terminal, expression, text
+from midstream.grammar.json_schema.negation import EXCLUDED
 from midstream.grammar.json_schema.numbers import decimals, integers
 from midstream.grammar.json_schema.objects import object_rules
 from midstream.grammar.json_schema.spelling import spelled
@@ -26,6 +28,18 @@ from midstream.grammar.json_schema.style import Style
 # The library's own code for multiples computes in double precision, and needs a state for each remainder.
 _MAX_EXACT, _MAX_DIGITS, _MAX_STEP = 2**53, 15, 10_000
 _PLAIN_DIGITS = 30
+# Keywords that are left out, each group alone and then all of them, if a lenient schema cannot be enforced.
+_RELAXED = (
+    ("pattern",),
+    ("uniqueItems",),
+    ("contains", "minContains", "maxContains"),
+    ("not", "if", "then", "else", EXCLUDED),
+    ("dependentSchemas", "dependencies"),
+    ("multipleOf",),
+    ("propertyNames",),
+    ("patternProperties",),
+    ("minProperties", "maxProperties"),
+)
 # Characters that have a meaning in expressions, and those that are easily mistaken.
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 _SPECIAL = re.compile(r"[^A-Za-z0-9_ \":,!@%<>=;'~`]")
@@ -75,6 +89,17 @@ class RuleMaker:
         return Name(name)
 
     def _sequences(self, whole: Conjunction) -> list[Sequence]:
+        try:
+            return self._exact_sequences(whole)
+        except UnenforceableError:
+            if not self.style.is_lenient:
+                raise
+        for keywords in (*_RELAXED, [keyword for group in _RELAXED for keyword in group]):
+            with contextlib.suppress(UnenforceableError):
+                return self._exact_sequences(without_keywords(self.document, whole, keywords))
+        raise UnenforceableError("its keywords cannot be enforced")
+
+    def _exact_sequences(self, whole: Conjunction) -> list[Sequence]:
         options = alternatives(self.document, whole)
         if options is not None:
             return [(self._name(option),) for option in options]
@@ -83,7 +108,7 @@ class RuleMaker:
             return [(_listed(found.values, self.style),)] if found.values else []
         sequences: list[Sequence] = []
         if any(isinstance(value, dict | list) for value in found.excluded) and {"object", "array"} & found.types:
-            raise SchemaError("not with an object or an array as a value cannot be enforced")
+            raise UnenforceableError("not with an object or an array as a value cannot be enforced")
         if "object" in found.types:
             sequences += object_rules(self, whole)
         if "array" in found.types:
@@ -115,12 +140,12 @@ def _numbers(found: Demands) -> list[Sequence]:
     out = [value for value in found.excluded if isinstance(value, int | Decimal) and not isinstance(value, bool)]
     if found.multiples:
         if out:
-            raise SchemaError("not beside multipleOf cannot be enforced")
+            raise UnenforceableError("not beside multipleOf cannot be enforced")
         return _multiples(found)
     if "number" in found.types:
         options = [" & ".join(map(expression, parts)) for parts in decimals(found.numbers)]
         if out:
-            raise SchemaError("not with a number as a value cannot be enforced, unless the type is integer")
+            raise UnenforceableError("not with a number as a value cannot be enforced, unless the type is integer")
         return [(Terminal(option),) for option in options]
     spellings = integers(*found.numbers.integers())
     whole = [str(int(value)) for value in out if value == int(value)]
@@ -141,7 +166,7 @@ def _multiples(found: Demands) -> list[Sequence]:
     bounds = {"multipleOf": step, "minimum": low, "maximum": high}
     given = {name: value for name, value in bounds.items() if value is not None}
     if int("".join(map(str, step.normalize().as_tuple().digits))) > _MAX_STEP or any(map(_is_inexact, given.values())):
-        raise SchemaError("multipleOf with such large or long numbers cannot be enforced")
+        raise UnenforceableError("multipleOf with such large or long numbers cannot be enforced")
     shown = ", ".join(f"{json.dumps(name)}: {value:f}" for name, value in given.items())
     return [(Terminal(f'%json {{"type": "{"integer" if is_integer else "number"}", {shown}}}'),)]
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
+from router.parsers.guides import lenient
+from router.parsers.machine import Schema
 from router.protocols.conversation import EFFORTS, ChatModel
 from router.protocols.openai.body import Body
 
@@ -153,10 +155,11 @@ def _response_format(body: Body) -> pb.GuidedDecodingConfig | None:
     if kind == "json_object":
         return json_object_guide()
     if kind == "json_schema":
-        schema = response_format.child("json_schema")
-        if schema is None or not isinstance(schema.get("schema"), dict):
+        given = response_format.child("json_schema")
+        schema = given.get("schema") if given is not None else None
+        if given is None or not isinstance(schema, dict):
             raise InvalidArgumentError("must be an object", field="response_format.json_schema.schema")
-        return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON_SCHEMA, guide=json.dumps(schema.get("schema")))
+        return schema_guide(schema, given.flag("strict"))
     raise InvalidArgumentError("must be text, json_object or json_schema", field="response_format.type")
 
 
@@ -183,6 +186,12 @@ def _named_guides(body: Body, prefix: str) -> list[_Guide]:
 def json_object_guide() -> pb.GuidedDecodingConfig:
     """Return the guide for any JSON object; GUIDE_TYPE_JSON would also allow arrays."""
     return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON_SCHEMA, guide='{"type": "object"}')
+
+
+def schema_guide(schema: Schema, strict: bool | None) -> pb.GuidedDecodingConfig:
+    """Return the guide for JSON that matches a schema, as far as it can be enforced if `strict` is False."""
+    guide = json.dumps(lenient(schema) if strict is False else schema)
+    return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON_SCHEMA, guide=guide)
 
 
 def choice_guide(choices: Iterable[str]) -> pb.GuidedDecodingConfig:

@@ -19,6 +19,7 @@ from router.protocols.openai.parameters import (
     json_object_guide,
     read_cache_retention_s,
     read_client_id,
+    schema_guide,
 )
 from router.protocols.openai.tools import check_new_tool, schema_names
 from router.protocols.responses.items import CUSTOM_SCHEMA, Item, Turns, full_name, input_items
@@ -163,8 +164,7 @@ def _text_format(body: Body, request: pb.GenerateRequest) -> list[str]:
         return ["text.format.schema"] if schema else []
     if kind is None or not isinstance(schema, dict):
         raise InvalidArgumentError("must be a json_schema with a schema", field="text.format")
-    request.guided_decoding.guide_type = pb.GUIDE_TYPE_JSON_SCHEMA
-    request.guided_decoding.guide = json.dumps(schema)
+    request.guided_decoding.CopyFrom(schema_guide(schema, output.flag("strict")))
     return []
 
 

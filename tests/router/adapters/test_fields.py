@@ -113,7 +113,7 @@ COMMON_EXAMPLES: dict[str, tuple[object, dict[str, object]]] = {
     ),
     "response_format.json_schema.name": (json_format(name="x"), json_format()),
     "response_format.json_schema.description": (json_format(description="x"), json_format()),
-    "response_format.json_schema.strict": (json_format(strict=True), json_format()),
+    "response_format.json_schema.strict": (json_format(strict=False), json_format()),
 }
 COMPLETIONS_EXAMPLES = COMMON_EXAMPLES | {
     "model": ("m", {}),
@@ -477,7 +477,7 @@ RESPONSES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "text.format.schema": ({"text": FORMAT}, {"text": json_text(schema={"type": "object"})}),
     "text.format.name": ({"text": FORMAT}, {"text": json_text(name="x")}),
     "text.format.description": ({"text": FORMAT}, {"text": json_text(description="x")}),
-    "text.format.strict": ({"text": FORMAT}, {"text": json_text(strict=True)}),
+    "text.format.strict": ({"text": FORMAT}, {"text": json_text(strict=False)}),
     "text.verbosity": ({}, {"text": {"verbosity": "low"}}),
     "tools": ({}, {"tools": [FLAT]}),
     "tools.type": ({"tools": [FLAT]}, {"tools": [{"type": "custom", "name": "f"}]}),

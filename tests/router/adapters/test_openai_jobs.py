@@ -167,7 +167,7 @@ def test_a_required_call_uses_a_grammar_and_an_optional_one_does_not() -> None:
     assert not auto.requests[0].HasField("guided_decoding")
     named = chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "weather"}})
     assert named.requests[0].guided_decoding.guide_type == pb.GUIDE_TYPE_JSON_SCHEMA
-    assert json.loads(named.requests[0].guided_decoding.guide) == SCHEMA
+    assert json.loads(named.requests[0].guided_decoding.guide) == {**SCHEMA, "x-guidance": {"lenient": True}}
     required = json.loads(
         chat(tools=TOOLS, tool_choice="required", parallel_tool_calls=False).requests[0].guided_decoding.guide
     )
