@@ -101,6 +101,21 @@ CASES: list[tuple[object, list[str], list[str]]] = [
     ({"type": "string", "format": "duration"}, ['"P1Y2M3DT4H"', '"P2W"'], ['"P1D2H"', '"PT"']),
     ({"type": "string", "format": "secret"}, ['"any"'], []),
     ({"type": "integer", "format": "int32"}, ["5"], []),
+    # The smallest limits.
+    ({"type": "string", "maxLength": 0}, ['""'], ['"a"']),
+    ({"type": "array", "maxItems": 0}, ["[]"], ["[1]"]),
+    ({"type": "array", "maxItems": 1}, ["[]", "[1]"], ["[1, 2]"]),
+    ({"type": "array", "minItems": 1, "maxItems": 1}, ["[1]"], ["[]", "[1, 2]"]),
+    ({"type": "array", "prefixItems": [{"const": 1}], "maxItems": 1}, ["[]", "[1]"], ["[2]", "[1, 2]"]),
+    ({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 1}, ["[2]"], ["[1, 2]"]),
+    ({"type": "object", "maxProperties": 0}, ["{}"], ['{"a": 1}']),
+    ({"type": "object", "maxProperties": 1}, ["{}", '{"a": 1}'], ['{"a": 1, "b": 1}']),
+    ({"type": "object", "properties": {"a": {}}, "maxProperties": 1}, ["{}", '{"a": 1}'], ['{"b": 1}']),
+    (
+        {**OPEN, "type": "object", "properties": {"a": {}}, "minProperties": 1, "maxProperties": 1},
+        ['{"a": 1}', '{"b": 1}'],
+        ["{}", '{"a": 1, "b": 1}'],
+    ),
     # What cannot be enforced is left out of lenient schemas, and nothing else.
     ({**LENIENT, "type": "string", "pattern": "(?=a)b", "maxLength": 2}, ['"xy"'], ['"xyz"', "1"]),
     (

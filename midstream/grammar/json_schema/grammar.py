@@ -133,6 +133,8 @@ class Writer:
             if item.lark.startswith(('"', "%json")):
                 return item.lark
             return self._terminals.setdefault(item.lark, f"{self._prefix.upper()}T{len(self._terminals)}")
+        if item.most == 0:
+            return '""'  # the library refuses {0,0}
         inner = f"({self._sequence(item.items)})"
         if item.most is None:
             suffix = "*" if not item.least else "+" if item.least == 1 else f"{{{item.least},}}"
