@@ -129,7 +129,7 @@ class Attachment:
 class DetokenizerPool:
     """All discovered detokenizers."""
 
-    def __init__(self, targets: str, settings: LinkSettings, tokenizer_fingerprint: str = "") -> None:
+    def __init__(self, targets: str, settings: LinkSettings, tokenizer_fingerprint: str) -> None:
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self.links: dict[str, DetokenizerLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}

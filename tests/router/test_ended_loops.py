@@ -101,5 +101,5 @@ async def test_the_scheduler_loop_ends_if_one_of_its_tasks_ends(monkeypatch: pyt
 async def test_the_detokenizer_loop_ends_if_one_of_its_links_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DetokenizerLink, "run", fail)
     with pytest.raises(ExceptionGroup) as raised:
-        await asyncio.wait_for(DetokenizerPool("127.0.0.1:1,127.0.0.1:2", LinkSettings(1 << 20)).run(), 20)
+        await asyncio.wait_for(DetokenizerPool("127.0.0.1:1,127.0.0.1:2", LinkSettings(1 << 20), "own").run(), 20)
     assert raised.group_contains(DefectError)

@@ -159,7 +159,7 @@ async def test_health_says_when_the_parts_that_requests_need_do_not_answer(clust
     detokenizer = await cluster.add_detokenizer()
     cells, pool, progress = (
         Cells(cluster.scheduler_address, LinkSettings(MAX_MESSAGE)),
-        DetokenizerPool(detokenizer.address, LinkSettings(1 << 20)),
+        DetokenizerPool(detokenizer.address, LinkSettings(1 << 20), cluster.folder.tokenizer_fingerprint),
         Progress(),
     )
     async with asyncio.TaskGroup() as group:
