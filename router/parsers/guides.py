@@ -79,7 +79,7 @@ def auto_guide(
         max_calls: 1 for at most one call; None for any number.
         thinking: Markers of the model's reasoning, if the model may reason first.
     """
-    spell = _Speller(tokens)
+    spell = Speller(tokens)
     call, calls = _calls(grammar, tools, strict, spell, max_calls)
     lines = [call]
     if spell.first_token(grammar.begin):
@@ -116,10 +116,10 @@ def calls_or_json(
         thinking: Markers of the model's reasoning, if the model may reason first.
         is_thinking: Whether the prompt has opened the reasoning.
     """
-    spell = _Speller(tokens)
+    spell = Speller(tokens)
     call, calls = _calls(grammar, tools, strict, spell, max_calls)
     sections = "section GAP" if max_calls == 1 else "section (GAP section)* GAP"
-    lines = [f"answer: {sections} | {_json(schema)}", call, f"section: {spell(grammar.begin)} {calls}", _GAP]
+    lines = [f"answer: {sections} | {json_term(schema)}", call, f"section: {spell(grammar.begin)} {calls}", _GAP]
     if thinking is None:
         return "\n".join(["start: answer", *lines, _TEXT])
     opening, closing = thinking
@@ -139,10 +139,10 @@ def channels_guide(
         schema: JSON schema of the answer; None for any text, which may also precede calls.
         tokens: Markers that are a single token, with the token's id.
     """
-    spell, strict = _Speller(tokens), frozenset(strict)
+    spell, strict = Speller(tokens), frozenset(strict)
     channel, message, constrain = "<|channel|>", "<|message|>", spell("<|constrain|>")
     kinds = ["reasoning"] if schema is not None else ["reasoning", "preamble"]
-    answer = "TEXT" if schema is None else _json(schema)
+    answer = "TEXT" if schema is None else json_term(schema)
     lines = [
         f"start: ({' | '.join(kinds)})* (answer{' | call' if tools else ''})",
         f"reasoning: {spell(f'{channel}analysis{message}')} body",
@@ -158,7 +158,7 @@ def channels_guide(
         # The recipient is before or after the channel.
         to = _literal(f" to=functions.{name}")
         commentary = spell(f"{channel}commentary")
-        arguments = _json({"type": "object", **(parameters if name in strict else {})})
+        arguments = json_term({"type": "object", **(parameters if name in strict else {})})
         calls.append(f"({commentary} {to} | {to} {commentary}) format? {spell(message)} {arguments}")
     if calls:
         lines.append(f"call: {' | '.join(calls)}")
@@ -167,12 +167,12 @@ def channels_guide(
 
 def after_thinking(schema: Schema, closing: str, tokens: Mapping[str, int]) -> str:
     """Return a Lark grammar for the rest of the reasoning, followed by JSON that matches a schema."""
-    thinking = _thinking(closing, _Speller(tokens))
-    return "\n".join([f"start: thinking SPACE {_json(schema)}", thinking, _TEXT, _SPACE])
+    thinking = _thinking(closing, Speller(tokens))
+    return "\n".join([f"start: thinking SPACE {json_term(schema)}", thinking, _TEXT, _SPACE])
 
 
 def _calls(
-    grammar: CallGrammar, tools: Mapping[str, Schema], strict: Iterable[str], spell: _Speller, max_calls: int | None
+    grammar: CallGrammar, tools: Mapping[str, Schema], strict: Iterable[str], spell: Speller, max_calls: int | None
 ) -> tuple[str, str]:
     """Return the rule `call`, and the terms of a section of calls after its beginning."""
     strict = frozenset(strict)
@@ -183,7 +183,7 @@ def _calls(
         parts = [spell(part.replace("NAME", name)) for part in grammar.opening.split("NUMBER")]
         opening = " /[0-9]+/ ".join(parts)
         accepted = schema if name in strict else {}
-        parameters = _json({"type": "object", **accepted}) if tagged is None else tagged.arguments(accepted)
+        parameters = json_term({"type": "object", **accepted}) if tagged is None else tagged.arguments(accepted)
         calls.append(f"{opening} {parameters} {spell(grammar.closing)}".strip())
     section = "call"
     if grammar.separator is not None and max_calls != 1:
@@ -199,7 +199,7 @@ class _Tagged:
         rules: The rules that these terms need.
     """
 
-    def __init__(self, style: TaggedArguments, spell: _Speller) -> None:
+    def __init__(self, style: TaggedArguments, spell: Speller) -> None:
         self._style, self._spell = style, spell
         self._closing = spell(style.closing)
         before, after = (spell(part) for part in style.opening.split("KEY"))
@@ -246,7 +246,7 @@ class _Tagged:
             elif "string" in kinds or None in kinds:
                 return None
             else:
-                terms.append(_json(_with_root(option, root)))
+                terms.append(json_term(_with_root(option, root)))
         return terms or None
 
 
@@ -280,22 +280,23 @@ def _has_references(schema: Schema) -> bool:
     return '"$ref"' in json.dumps(schema)
 
 
-def _thinking(closing: str, spell: _Speller) -> str:
+def _thinking(closing: str, spell: Speller) -> str:
     """Return the rule `thinking`, for reasoning up to and including its closing marker."""
     return _until("thinking", closing, spell)
 
 
-def _until(rule: str, closing: str, spell: _Speller, text: str = "TEXT") -> str:
+def _until(rule: str, closing: str, spell: Speller, text: str = "TEXT") -> str:
     """Return a rule for text, matched by the terminal `text`, up to and including `closing`."""
     return f"{rule}{'' if spell.first_token(closing) else '[lazy]'}: {text} {spell(closing)}"
 
 
-def _json(schema: Schema) -> str:
+def json_term(schema: Schema) -> str:
+    """Return the Lark term of JSON that matches a schema."""
     own = schema.get("x-guidance", {})
     return "%json " + json.dumps({**schema, "x-guidance": {**_STYLE, **own} if isinstance(own, dict) else own})
 
 
-class _Speller:
+class Speller:
     """Writes text as Lark terms, in which marker tokens are given by id."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
@@ -303,6 +304,11 @@ class _Speller:
         marks = sorted(map(re.escape, tokens), key=len, reverse=True)
         # Without marks, the pattern must match nothing.
         self._split = re.compile("|".join(marks) or r"(?!)")
+
+    def first_mark(self, text: str) -> str:
+        """Return the special token that `text` begins with; empty if it begins with none."""
+        found = self._split.match(text)
+        return found[0] if found else ""
 
     def first_token(self, text: str) -> int | None:
         """Return the id of the special token that `text` begins with."""

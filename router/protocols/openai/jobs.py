@@ -98,7 +98,7 @@ class Job:
 def completion_job(body: Body, vocabulary: Vocabulary) -> Job:
     """Return the job for a body of /v1/completions. Raises MidstreamError if a field is invalid or not supported."""
     check_supported(body, COMPLETIONS)
-    request, names = native_request(body)
+    request, names = native_request(body, vocabulary.chat.tokens)
     max_tokens = body.integer("max_tokens")
     request.max_tokens = _DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens
     log_probs = body.integer("logprobs")
@@ -136,7 +136,7 @@ def completion_job(body: Body, vocabulary: Vocabulary) -> Job:
 def chat_job(body: Body, vocabulary: Vocabulary) -> Job:
     """Return the job for a body of /v1/chat/completions. Raises MidstreamError if a field is not valid or supported."""
     check_supported(body, CHAT)
-    request, names = native_request(body)
+    request, names = native_request(body, vocabulary.chat.tokens)
     max_tokens = body.integer("max_completion_tokens")
     if max_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"

@@ -231,8 +231,11 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
         "stream_options": _object({"include_usage": _FLAG, "continuous_usage_stats": _FLAG}),
         "response_format": _object(
             {
-                "type": {"enum": ["text", "json_object", "json_schema"]},
+                "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]},
                 "json_schema": _object({"name": _TEXT, "schema": _OBJECT}),
+                "format": _OBJECT,
+                "structures": {"type": "array", "items": _OBJECT},
+                "triggers": {"type": "array", "items": _TEXT},
             },
             "type",
         ),
@@ -241,7 +244,7 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
         "use_beam_search": _FLAG,
         "length_penalty": {"type": "number"},
         "safety_identifier": _NAME,
-        "structured_outputs": _object({**guided, "json_object": _FLAG}),
+        "structured_outputs": _object({**guided, "json_object": _FLAG, "structural_tag": {}}),
         "detached": _FLAG,
     }
 

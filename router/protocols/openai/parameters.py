@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
@@ -12,6 +12,7 @@ from router.parsers.guides import lenient
 from router.parsers.machine import Schema
 from router.protocols.conversation import EFFORTS, ChatModel
 from router.protocols.openai.body import Body
+from router.protocols.openai.structural_tags import structural_body, structural_grammar
 
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 # Number of seconds for which to retain a prompt's KV cache.
@@ -26,7 +27,7 @@ _REGEX_SPECIAL = re.compile(r"[\\.^$|?*+()\[\]{}]")
 _Guide = tuple[str, pb.GuidedDecodingConfig]
 
 
-def native_request(body: Body) -> tuple[pb.GenerateRequest, dict[str, str]]:
+def native_request(body: Body, tokens: Mapping[str, int]) -> tuple[pb.GenerateRequest, dict[str, str]]:
     """Return the request without its input, and the client's names for its fields (`errors.Names`). Raises
     MidstreamError if a field is not valid or supported.
     """
@@ -46,7 +47,7 @@ def native_request(body: Body) -> tuple[pb.GenerateRequest, dict[str, str]]:
     skip = body.flag("skip_special_tokens")
     if skip is not None:
         request.output.skip_special_tokens = skip
-    guide = _guide(body)
+    guide = _guide(body, tokens)
     if guide is not None:
         names["guided_decoding"] = guide[0]
         request.guided_decoding.CopyFrom(guide[1])
@@ -130,22 +131,24 @@ def _fill_stopping(body: Body, stopping: pb.StoppingConfig) -> None:
     stopping.include_stop_in_output = bool(body.flag("include_stop_str_in_output"))
 
 
-def _guide(body: Body) -> _Guide | None:
+def _guide(body: Body, tokens: Mapping[str, int]) -> _Guide | None:
     """Return the guide from response_format, or vLLM's guided_* or structured_outputs fields; None if unset."""
-    form = _response_format(body)
+    form = _response_format(body, tokens)
     found: list[_Guide] = [] if form is None else [("response_format", form)]
     found += _named_guides(body, "guided_")
     structured = body.child("structured_outputs")
     if structured is not None:
-        if structured.get("structural_tag"):
-            raise UnsupportedError("is not supported", field=structured.path("structural_tag"))
+        tag = structured.get("structural_tag")
+        if tag is not None:
+            path = structured.path("structural_tag")
+            found.append((path, _structural_guide(structural_body(tag, path), tokens)))
         found += _named_guides(structured, "")
     if len(found) > 1:
         raise InvalidArgumentError(f"must not be combined with {found[0][0]}", field=found[1][0])
     return found[0] if found else None
 
 
-def _response_format(body: Body) -> pb.GuidedDecodingConfig | None:
+def _response_format(body: Body, tokens: Mapping[str, int]) -> pb.GuidedDecodingConfig | None:
     response_format = body.child("response_format")
     if response_format is None:
         return None
@@ -160,7 +163,14 @@ def _response_format(body: Body) -> pb.GuidedDecodingConfig | None:
         if given is None or not isinstance(schema, dict):
             raise InvalidArgumentError("must be an object", field="response_format.json_schema.schema")
         return schema_guide(schema, given.flag("strict"))
-    raise InvalidArgumentError("must be text, json_object or json_schema", field="response_format.type")
+    if kind == "structural_tag":
+        return _structural_guide(response_format, tokens)
+    raise InvalidArgumentError("must be text, json_object, json_schema or structural_tag", field="response_format.type")
+
+
+def _structural_guide(body: Body, tokens: Mapping[str, int]) -> pb.GuidedDecodingConfig:
+    guide = structural_grammar(body, tokens)
+    return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=guide)
 
 
 def _named_guides(body: Body, prefix: str) -> list[_Guide]:

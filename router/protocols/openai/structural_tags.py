@@ -1,0 +1,297 @@
+"""Structural tags: formats of which only some parts are restricted, as XGrammar defines them and vLLM and SGLang take
+them (https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html).
+
+They become grammars in llguidance's Lark dialect. There, a lazy rule ends where its text first matches, which is how
+free text ends at a trigger or at the end of its tag.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from midstream.errors import InvalidArgumentError, UnsupportedError
+from router.parsers.guides import Speller, json_term
+from router.protocols.long_json import parse_long_json
+from router.protocols.openai.body import Body
+
+_ANY = r"(.|\n)"
+_MAX_DEPTH, _MAX_COUNT = 32, 1 << 16
+
+
+def structural_grammar(body: Body, tokens: Mapping[str, int]) -> str:
+    """Return the grammar of a structural tag, with `format` or, as in older versions, with `structures` and `triggers`.
+
+    Args:
+        tokens: Markers that are a single token, with the token's id; they are written as this token.
+
+    Raises:
+        InvalidArgumentError: The tag is invalid.
+        UnsupportedError: It contains a format that is not supported.
+    """
+    if body.text("type") not in (None, "structural_tag"):
+        raise InvalidArgumentError("must be structural_tag", field=body.path("type"))
+    writer = _Writer(Speller(tokens))
+    if body.fields.get("structures") is not None:
+        tags = [_Tag.of_structure(item) for item in body.objects("structures")]
+        term = writer.triggered(body, tags, ())
+    else:
+        term = writer.term(_child(body, "format"), ())
+    for path, _ in body.unread():
+        raise InvalidArgumentError("is not known", field=path)
+    return "\n".join([f"start: {term}", *writer.rules])
+
+
+def structural_body(value: object, field: str) -> Body:
+    """Read a structural tag, which vLLM takes as JSON text. Raises InvalidArgumentError if it is not an object."""
+    if isinstance(value, str):
+        try:
+            value = parse_long_json(value.encode())
+        except (ValueError, RecursionError) as error:
+            raise InvalidArgumentError(f"is not JSON: {error}", field=field) from None
+    if not isinstance(value, dict):
+        raise InvalidArgumentError("must be an object, or its JSON text", field=field)
+    return Body(value, f"{field}.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Tag:
+    """What a tag begins with, its content, and the texts of which one ends it; none if nothing does."""
+
+    begin: str
+    content: Body
+    ends: tuple[str, ...]
+    is_schema: bool = False
+
+    @staticmethod
+    def of(body: Body) -> _Tag:
+        if body.text("type") not in (None, "tag"):
+            raise InvalidArgumentError("must be tag", field=body.path("type"))
+        for name in ("begin", "end"):
+            if isinstance(body.fields.get(name), dict):
+                raise UnsupportedError("must be a text; tokens are not supported", field=body.path(name))
+        return _Tag(_text(body, "begin"), _child(body, "content"), tuple(filter(None, body.texts("end"))))
+
+    @staticmethod
+    def of_structure(body: Body) -> _Tag:
+        """Read a tag of the older shape, of which the content is JSON that matches `schema`."""
+        return _Tag(_text(body, "begin"), body, tuple(filter(None, [_text(body, "end")])), is_schema=True)
+
+
+class _Writer:
+    """Writes the terms of formats.
+
+    Each is followed by one of the texts in `ends`, which the term includes; by the end of the output if there are none;
+    or by another format if `ends` is None. In the last case, free text would have no end.
+
+    Attributes:
+        rules: The rules that the terms need.
+    """
+
+    def __init__(self, spell: Speller) -> None:
+        self.rules: list[str] = []
+        self._spell = spell
+        self._depth = 0
+
+    def term(self, body: Body, ends: tuple[str, ...] | None) -> str:
+        """Return the term of a format."""
+        kind = _text(body, "type")
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise InvalidArgumentError("is nested too deeply", field=body.path("type"))
+        term = self._term(kind, body, ends)
+        self._depth -= 1
+        return term
+
+    def _term(self, kind: str, body: Body, ends: tuple[str, ...] | None) -> str:
+        match kind:
+            case "any_text":
+                return self._any_text(body, ends)
+            case "sequence":
+                *first, last = _elements(body)
+                return _joined(*(self.term(element, None) for element in first), self.term(last, ends))
+            case "or":
+                return _either([self.term(element, ends) for element in _elements(body)])
+            case "tag":
+                return self._tag(_Tag.of(body), ends)
+            case "triggered_tags":
+                return self.triggered(body, [_Tag.of(tag) for tag in body.objects("tags")], ends)
+            case "optional":
+                return _either([self.term(_child(body, "content"), ends), self._ending(ends) or '""'])
+        return _joined(self._bounded(kind, body), self._ending(ends))
+
+    def _bounded(self, kind: str, body: Body) -> str:
+        """Return the term of a format that has an end of its own."""
+        match kind:
+            case "const_string":
+                return self._literal(_text(body, "value"))
+            case "json_schema":
+                return _json(body)
+            case "regex":
+                pattern = _text(body, "pattern")
+                return f"/{_regex(pattern)}/" if pattern else '""'
+            case "star" | "plus":
+                return f"({self.term(_child(body, 'content'), None)}){'*' if kind == 'star' else '+'}"
+            case "repeat":
+                low, high = body.integer("min", 0, _MAX_COUNT) or 0, body.integer("max", -1, _MAX_COUNT)
+                if high is None or -1 < high < low:
+                    raise InvalidArgumentError("must be -1, or min or more", field=body.path("max"))
+                return f"({self.term(_child(body, 'content'), None)}){{{low},{'' if high == -1 else high}}}"
+            case "tags_with_separator":
+                tags = _either([self._tag(_Tag.of(tag), None) for tag in _tags(body)])
+                separator = self._spell(_text(body, "separator"))
+                more = "" if body.flag("stop_after_first") else f" ({_joined(separator, tags)})*"
+                return f"({tags}{more}){'' if body.flag('at_least_one') else '?'}"
+        raise UnsupportedError(f"{kind[:40]!r} is not supported", field=body.path("type"))
+
+    def _tag(self, tag: _Tag, ends: tuple[str, ...] | None) -> str:
+        return _joined(self._spell(tag.begin), self._content(tag, ends))
+
+    def _content(self, tag: _Tag, ends: tuple[str, ...] | None) -> str:
+        """Return the term of what follows a tag's beginning."""
+        if tag.is_schema:
+            return _joined(_json(tag.content, "schema"), self._ending(tag.ends), self._ending(ends))
+        if not tag.ends:
+            return self.term(tag.content, ends)
+        return _joined(self.term(tag.content, tag.ends), self._ending(ends))
+
+    def triggered(self, body: Body, tags: Sequence[_Tag], ends: tuple[str, ...] | None) -> str:
+        """Return the term of free text in which each trigger begins one of `tags`.
+
+        Raises:
+            InvalidArgumentError: There is no tag, or a tag does not begin with exactly one of the triggers.
+        """
+        triggers = body.texts("triggers")
+        if not tags or not triggers:
+            raise InvalidArgumentError("must have tags and triggers", field=body.path("triggers"))
+        by_trigger: dict[str, list[_Tag]] = {}
+        for tag in tags:
+            found = [trigger for trigger in triggers if trigger and tag.begin.startswith(trigger)]
+            if len(found) != 1:
+                raise InvalidArgumentError(
+                    f"must have exactly one trigger with which {tag.begin[:40]!r} begins", field=body.path("triggers")
+                )
+            # A marker that is a single token is not cut in two.
+            mark = self._spell.first_mark(tag.begin)
+            trigger = mark if mark.startswith(found[0]) else found[0]
+            by_trigger.setdefault(trigger, []).append(tag)
+        text = self._text(body)
+        starts, stops = bool(body.flag("at_least_one")), bool(body.flag("stop_after_first"))
+        first = _either([self._tag(tag, None) for tag in tags])
+        if starts and stops:
+            return _joined(first, self._ending(ends))
+        rest = [
+            _joined(
+                self._until(text, [trigger]),
+                _either([_joined(self._spell(tag.begin[len(trigger) :]), self._content(tag, None)) for tag in its]),
+            )
+            for trigger, its in by_trigger.items()
+        ]
+        free = self._free(body, text, ends)
+        if stops:
+            return _either([_joined(_either(rest), self._ending(ends)), free])
+        return _joined(first if starts else "", f"{_either(rest)}*", free)
+
+    def _any_text(self, body: Body, ends: tuple[str, ...] | None) -> str:
+        if body.has("max_tokens"):
+            raise UnsupportedError("is not supported; use max_chars", field=body.path("max_tokens"))
+        return self._free(body, self._text(body, body.integer("max_chars", 0, _MAX_COUNT)), ends)
+
+    def _text(self, body: Body, most: int | None = None) -> str:
+        """Return a terminal of text without the strings in `excludes`."""
+        excluded = body.texts("excludes")
+        name = f"TEXT{len(self.rules)}"
+        condition = f" & ~/{_ANY}*({'|'.join(map(_quoted, excluded))}){_ANY}*/" if excluded else ""
+        self.rules.append(f"{name}: /{_ANY}{'*' if most is None else f'{{0,{most}}}'}/{condition}")
+        return name
+
+    def _free(self, body: Body, text: str, ends: tuple[str, ...] | None) -> str:
+        """Return the term of free text, with the end that follows it."""
+        if ends is None:
+            raise InvalidArgumentError(
+                "has free text, which must come last, or be the content of a tag with an end", field=body.path("type")
+            )
+        return self._until(text, ends) if ends else text
+
+    def _until(self, text: str, ends: Sequence[str]) -> str:
+        """Return the term of text up to and including the first of `ends`."""
+        marked = [end for end in ends if self._spell.first_mark(end)]
+        options = [f"{text} {self._spell(end)}" for end in marked]
+        plain = [end for end in ends if end not in marked]
+        if plain:
+            name = f"until{len(self.rules)}"
+            self.rules.append(f"{name}[lazy]: {text} /{'|'.join(map(_quoted, plain))}/")
+            options.append(name)
+        return _either(options)
+
+    def _ending(self, ends: tuple[str, ...] | None) -> str:
+        return _either([self._spell(end) for end in ends]) if ends else ""
+
+    def _literal(self, text: str) -> str:
+        return self._spell(text) or '""'
+
+
+def _json(body: Body, name: str = "json_schema") -> str:
+    """Return the term of JSON that matches the schema in a field."""
+    schema = body.get(name)
+    if isinstance(schema, bool) and name == "json_schema":
+        schema = {} if schema else {"not": {}}
+    if not isinstance(schema, dict):
+        raise InvalidArgumentError("must be an object", field=body.path(name))
+    if name == "schema":
+        return json_term(schema)
+    if body.text("style") not in (None, "json"):
+        raise UnsupportedError("must be json", field=body.path("style"))
+    for unsupported in ("any_order", "excludes"):
+        if body.get(unsupported):
+            raise UnsupportedError("is not supported", field=body.path(unsupported))
+    body.integer("max_whitespace_cnt", 1)  # JSON is written with single spaces
+    return json_term(schema)
+
+
+def _elements(body: Body) -> list[Body]:
+    found = body.objects("elements")
+    if not found:
+        raise InvalidArgumentError("must not be empty", field=body.path("elements"))
+    return found
+
+
+def _tags(body: Body) -> list[Body]:
+    found = body.objects("tags")
+    if not found:
+        raise InvalidArgumentError("must not be empty", field=body.path("tags"))
+    return found
+
+
+def _child(body: Body, name: str) -> Body:
+    found = body.child(name)
+    if found is None:
+        raise InvalidArgumentError("must be set", field=body.path(name))
+    return found
+
+
+def _text(body: Body, name: str) -> str:
+    found = body.text(name)
+    if found is None:
+        raise InvalidArgumentError("must be set", field=body.path(name))
+    return found
+
+
+def _regex(pattern: str) -> str:
+    """Return a regular expression as part of a grammar, where a slash would end it and a line break is not allowed."""
+    escapes = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    return re.sub(r"(?s)\\.|/|\n", lambda found: escapes.get(found[0], found[0]), pattern)
+
+
+def _quoted(text: str) -> str:
+    """Return the expression of one text."""
+    return "".join(char if char.isalnum() and char.isascii() else rf"\x{{{ord(char):X}}}" for char in text)
+
+
+def _joined(*terms: str) -> str:
+    return " ".join(filter(None, terms))
+
+
+def _either(terms: Sequence[str]) -> str:
+    return f"({' | '.join(terms)})"

@@ -1,0 +1,261 @@
+"""Structural tags, in the shapes that vLLM, SGLang and XGrammar take."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from midstream.errors import InvalidArgumentError, MidstreamError, UnsupportedError
+from midstream.grammar.compile import GuideTokenizer, compile_guide, load_tokenizer
+from midstream.grammar.messages import Guide
+from midstream.model.folder import open_model_folder
+from router.protocols.openai.body import Body
+from router.protocols.openai.jobs import Vocabulary, chat_job
+from router.protocols.openai.structural_tags import structural_body, structural_grammar
+from tests.midstream.test_json_schema import accepts
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+DAYS = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
+WEATHER = {"begin": "<function=weather>", "content": {"type": "json_schema", "json_schema": CITY}, "end": "</function>"}
+PLAN = {"begin": "<function=plan>", "content": {"type": "json_schema", "json_schema": DAYS}, "end": "</function>"}
+CALLS = {"type": "triggered_tags", "triggers": ["<function="], "tags": [WEATHER, PLAN]}
+OSLO, THREE = '<function=weather>{"city": "Oslo"}</function>', '<function=plan>{"days": 3}</function>'
+WRONG, CUT = '<function=weather>{"city": "Bonn"}</function>', '<function=plan>{"days": 3}'
+THINK = {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"}
+STRUCTURES = [
+    {"begin": "<function=weather>", "schema": CITY, "end": "</function>"},
+    {"begin": "<function=plan>", "schema": DAYS, "end": "</function>"},
+]
+
+
+def const(text: str) -> dict[str, object]:
+    return {"type": "const_string", "value": text}
+
+
+# A format, texts that it accepts, and texts that it does not.
+CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"type": "const_string", "value": "a/b\n"}, ["a/b\n"], ["a/b", "a/b\nc", ""]),
+    ({"type": "json_schema", "json_schema": CITY}, ['{"city": "Oslo"}'], ["{}", '{"city": "Bonn"}']),
+    (
+        {"type": "json_schema", "json_schema": CITY, "max_whitespace_cnt": 1},
+        ['{"city": "Oslo"}'],
+        ['{"city":  "Oslo"}'],
+    ),
+    ({"type": "regex", "pattern": "[0-9]+/[a-z]{2}"}, ["12/ab"], ["12/a", "/ab", "12/abc"]),
+    ({"type": "any_text"}, ["", "a\n<b>"], []),
+    ({"type": "any_text", "excludes": ["<b", "cc"]}, ["", "a b c"], ["a<b>", "acc"]),
+    ({"type": "any_text", "max_chars": 3}, ["", "äöü"], ["abcd"]),
+    (
+        {
+            "type": "sequence",
+            "elements": [
+                const("a"),
+                {"type": "regex", "pattern": "[0-9]"},
+                {"type": "any_text"},
+            ],
+        },
+        ["a1", "a1 and more"],
+        ["a", "aa"],
+    ),
+    (
+        {"type": "or", "elements": [const("yes"), {"type": "regex", "pattern": "no+"}]},
+        ["yes", "noo"],
+        ["y", "yesno", ""],
+    ),
+    (
+        THINK,
+        ["<think></think>", "<think>a < b\n</think>"],
+        ["<think>a", "<think>a</think>b", "</think>", "<think>a</think></think>"],
+    ),
+    (
+        {**THINK, "end": ["</think>", "."]},
+        ["<think>a.", "<think>a</think>"],
+        ["<think>a.b</think>", "<think>a..", "<think>a"],
+    ),
+    (
+        {**THINK, "content": {"type": "any_text", "excludes": ["<call"]}},
+        ["<think>a</think>"],
+        ["<think><call></think>"],
+    ),
+    (
+        CALLS,
+        ["", "text", OSLO, f"a {OSLO} b\n{THREE}c", f"{OSLO}{THREE}"],
+        [WRONG, CUT, f"{OSLO}{WRONG}", "<function=other>"],
+    ),
+    ({**CALLS, "at_least_one": True}, [OSLO, f"{OSLO}a{THREE}"], ["", "text", f"a{OSLO}", f"{OSLO}{WRONG}"]),
+    ({**CALLS, "stop_after_first": True}, ["", "text", f"a{OSLO}"], [f"{OSLO}b", f"{OSLO}{THREE}"]),
+    ({**CALLS, "at_least_one": True, "stop_after_first": True}, [OSLO, THREE], ["", f"a{OSLO}", f"{OSLO}{THREE}"]),
+    ({**CALLS, "excludes": ["secret"]}, ["a", f"a{OSLO}b"], ["secret", f"{OSLO}secret"]),
+    (
+        {**CALLS, "triggers": ["<function=w", "<function=p"]},
+        [OSLO, f"a {THREE} {OSLO}", "<function=other>"],
+        [WRONG, CUT],
+    ),
+    (
+        {"type": "tags_with_separator", "tags": [WEATHER, PLAN], "separator": ", "},
+        ["", OSLO, f"{OSLO}, {THREE}, {OSLO}"],
+        [f"{OSLO}{THREE}", f"{OSLO}, ", "a", WRONG],
+    ),
+    (
+        {"type": "tags_with_separator", "tags": [WEATHER, PLAN], "separator": "", "at_least_one": True},
+        [OSLO, f"{OSLO}{THREE}"],
+        ["", f"{OSLO} "],
+    ),
+    (
+        {
+            "type": "tags_with_separator",
+            "tags": [WEATHER],
+            "separator": ",",
+            "at_least_one": True,
+            "stop_after_first": True,
+        },
+        [OSLO],
+        ["", f"{OSLO},{OSLO}"],
+    ),
+    # Reasoning, then text with calls; a section of calls; and calls within a tag.
+    (
+        {"type": "sequence", "elements": [THINK, CALLS]},
+        ["<think>a</think>", f"<think><function=other></think>b{OSLO}c"],
+        [OSLO, f"<think>a</think>{WRONG}"],
+    ),
+    (
+        {
+            "type": "triggered_tags",
+            "triggers": ["[calls]"],
+            "tags": [
+                {
+                    "begin": "[calls]",
+                    "content": {
+                        "type": "tags_with_separator",
+                        "separator": "\n",
+                        "tags": [WEATHER, PLAN],
+                        "at_least_one": True,
+                    },
+                    "end": "[/calls]",
+                }
+            ],
+            "stop_after_first": True,
+        },
+        ["a", f"a[calls]{OSLO}\n{THREE}[/calls]"],
+        [f"[calls]{OSLO}{THREE}[/calls]", f"[calls]{OSLO}[/calls]a", "[calls][/calls]"],
+    ),
+    (
+        {"type": "tag", "begin": "<a>", "content": CALLS, "end": "</a>"},
+        ["<a></a>", f"<a>b{OSLO}c</a>"],
+        [f"<a>{WRONG}</a>", f"<a>{OSLO}", "<a></a>b"],
+    ),
+    (
+        {
+            "type": "sequence",
+            "elements": [{"type": "optional", "content": THINK}, const("x")],
+        },
+        ["x", "<think>a</think>x"],
+        ["", "<think>a</think>"],
+    ),
+    ({"type": "plus", "content": const("ab")}, ["ab", "abab"], ["", "aba"]),
+    ({"type": "star", "content": const("ab")}, ["", "abab"], ["aba"]),
+    (
+        {"type": "repeat", "min": 1, "max": 2, "content": const("ab")},
+        ["ab", "abab"],
+        ["", "ababab"],
+    ),
+    ({"type": "repeat", "min": 2, "max": -1, "content": const("a")}, ["aa", "aaaa"], ["a"]),
+]
+
+
+def grammar(tag: dict[str, Any], tokens: dict[str, int] | None = None) -> str:
+    return structural_grammar(Body(copy.deepcopy(tag)), tokens or {})
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> GuideTokenizer:
+    folder = open_model_folder("smollm2")
+    return load_tokenizer(folder.path / "tokenizer.json", folder.vocab_size, list(folder.end_ids))
+
+
+@pytest.mark.parametrize(("format_", "good", "bad"), CASES)
+def test_a_structural_tag_accepts_exactly_what_it_says(
+    tokenizer: GuideTokenizer, format_: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    lark = grammar({"type": "structural_tag", "format": format_})
+    matcher = compile_guide(Guide("grammar", lark), tokenizer)
+    assert [text for text in good if not accepts(tokenizer, matcher, text)] == []
+    assert [text for text in bad if accepts(tokenizer, matcher, text)] == []
+
+
+@pytest.mark.parametrize(("format_", "good", "bad"), CASES)
+def test_xgrammar_accepts_the_same(format_: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    xgrammar = pytest.importorskip("xgrammar")
+    testing = pytest.importorskip("xgrammar.testing")
+    found = xgrammar.Grammar.from_structural_tag(json.dumps({"type": "structural_tag", "format": format_}))
+    assert [text for text in good if not testing._is_grammar_accept_string(found, text)] == []
+    assert [text for text in bad if testing._is_grammar_accept_string(found, text)] == []
+
+
+def test_the_older_shape_is_that_of_triggered_tags(tokenizer: GuideTokenizer) -> None:
+    older = {"type": "structural_tag", "structures": STRUCTURES, "triggers": ["<function="]}
+    assert grammar(older) == grammar({"type": "structural_tag", "format": CALLS})
+
+
+def test_markers_that_are_a_token_are_written_as_this_token() -> None:
+    tag = {**WEATHER, "begin": "<tool_call>\n", "end": "\n</tool_call>"}
+    found = grammar({"format": {**CALLS, "tags": [tag], "triggers": ["<tool"]}}, {"<tool_call>": 7, "</tool_call>": 8})
+    assert "<[7]>" in found
+    assert "<[8]>" in found
+    assert "tool" not in found
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "structural_tag", "format": CALLS}},
+        {"response_format": {"type": "structural_tag", "structures": STRUCTURES, "triggers": ["<function="]}},
+        {"structured_outputs": {"structural_tag": json.dumps({"type": "structural_tag", "format": CALLS})}},
+        {"structured_outputs": {"structural_tag": {"structures": STRUCTURES, "triggers": ["<function="]}}},
+    ],
+)
+def test_requests_take_structural_tags(fields: dict[str, object]) -> None:
+    job = chat_job(Body({"messages": [{"role": "user", "content": "Hi"}], **fields}), Vocabulary(lambda _: b""))
+    assert job.requests[0].guided_decoding.guide == grammar({"format": CALLS})
+
+
+@pytest.mark.parametrize(
+    ("tag", "field", "error"),
+    [
+        ({"format": {"type": "any_tokens"}}, "format.type", UnsupportedError),
+        ({"format": {"type": "grammar", "grammar": 'root ::= "a"'}}, "format.type", UnsupportedError),
+        ({"format": {"type": "any_text", "max_tokens": 3}}, "format.max_tokens", UnsupportedError),
+        ({"format": {**THINK, "begin": {"type": "token", "token": 3}}}, "format.begin", UnsupportedError),
+        (
+            {"format": {"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}},
+            "format.style",
+            UnsupportedError,
+        ),
+        ({}, "format", InvalidArgumentError),
+        ({"type": "text", "format": CALLS}, "type", InvalidArgumentError),
+        ({"format": {"type": "any_text", "other": 1}}, "format.other", InvalidArgumentError),
+        ({"format": {**CALLS, "triggers": ["<tool"]}}, "format.triggers", InvalidArgumentError),
+        ({"format": {**CALLS, "triggers": ["<", "<function"]}}, "format.triggers", InvalidArgumentError),
+        ({"format": {"type": "sequence", "elements": []}}, "format.elements", InvalidArgumentError),
+        (
+            {"format": {"type": "sequence", "elements": [{"type": "any_text"}, THINK]}},
+            "format.elements[0].type",
+            InvalidArgumentError,
+        ),
+        ({"format": {"type": "star", "content": CALLS}}, "format.content.type", InvalidArgumentError),
+    ],
+)
+def test_errors_name_the_part_of_a_structural_tag(tag: dict[str, Any], field: str, error: type[MidstreamError]) -> None:
+    with pytest.raises(error) as raised:
+        grammar(tag)
+    assert raised.value.field == field
+
+
+@pytest.mark.parametrize("value", ["{", "[]", 3])
+def test_a_structural_tag_must_be_an_object(value: object) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        structural_body(value, "tag")
+    assert raised.value.field == "tag"
