@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from midstream.chunk import Chunk, Usage
-from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
+from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError
 from protos import generation_pb2 as pb
 from router.pipeline.generation import FrontDoor, Output
 from router.pipeline.idempotency import HEADER, check_key, make_repeatable, request_id_of
@@ -56,8 +56,6 @@ class MessagesApi:
         return [*routes, Route(f"{_PATH}/{{rest:path}}", mapped(self._missing), methods=["GET", "POST", "DELETE"])]
 
     async def _create(self, request: Request, request_id: str) -> Response:
-        if self._front.draining.is_set():
-            raise UnavailableError("this router is draining")
         with self._front.counting_failures("chat"):
             job = await self._job(request, needs_limit=True)
         native = job.conversation.request

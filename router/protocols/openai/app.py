@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
-from midstream.errors import InvalidArgumentError, MidstreamError, UnavailableError
+from midstream.errors import InvalidArgumentError, MidstreamError
 from midstream.telemetry import Metrics
 from protos import generation_pb2 as pb
 from router.pipeline.generation import FrontDoor
@@ -95,9 +95,6 @@ class OpenAiApi:
         return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
     async def _generate(self, request: Request, make: Callable[[Body, Vocabulary], Job]) -> Response:
-        if self._front.draining.is_set():
-            raise UnavailableError("this router is draining")
-
         key = check_key(request.headers.get(HEADER))
 
         def make_job(body: Body) -> Job:
