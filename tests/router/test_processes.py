@@ -306,7 +306,6 @@ async def test_requests_that_arrive_before_schedulers_are_discovered_wait(
     scheduler: tuple[ScriptedScheduler, str],
 ) -> None:
     """The other scheduler does not answer whether it is the active one."""
-
     with socket.create_server(("127.0.0.1", 0)) as other:
         port, http_port = free_ports(2)
         targets = f"one-of:{scheduler[1]}|127.0.0.1:{other.getsockname()[1]}"

@@ -28,11 +28,12 @@ from router.protocols.fields import CHAT, COMPLETIONS, TOKENIZE, ignored_fields,
 from router.protocols.long_json import render_long_json
 from router.protocols.openai.body import Body
 from router.protocols.openai.endpoints import Endpoint, error_response, mapped
-from router.protocols.openai.errors import Names, error_body, headers, http_status
+from router.protocols.openai.errors import Names, error_body, http_status
 from router.protocols.openai.jobs import Job, Vocabulary, chat_job, completion_job
 from router.protocols.openai.models import Models
 from router.protocols.openai.openapi import document
 from router.protocols.openai.reply import Reply
+from router.protocols.retries import retry_headers
 from router.protocols.streaming import CompleteResponse
 
 # A response with more tokens than this is rendered in a thread.
@@ -182,7 +183,7 @@ def _health_answer(problems: list[str]) -> Response:
 
 async def refuse(error: MidstreamError, scope: Scope, receive: Receive, send: Send) -> None:
     """Send `error` for a request that does not reach an endpoint."""
-    await JSONResponse(error_body(error), http_status(error), headers=headers(error))(scope, receive, send)
+    await JSONResponse(error_body(error), http_status(error), headers=retry_headers(error))(scope, receive, send)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
