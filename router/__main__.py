@@ -55,6 +55,7 @@ from router.protocols.responses.app import ResponsesApi
 from router.status import StatusFeed
 
 _SWITCH_INTERVAL_S = 0.0005
+_MAX_DISCOVERY_S = 5.0
 _LEAST = {
     "max_beam_width": 1,
     "max_concurrent_streams": 1,
@@ -63,6 +64,7 @@ _LEAST = {
     "num_tokenizer_threads": 1,
     "unavailable_timeout_s": 0,
     "keepalive_interval_s": 0,
+    "drain_delay_s": 0,
 }
 
 
@@ -125,7 +127,7 @@ async def serve(config: RouterConfig) -> None:
     seen = RouterMetrics(metrics, logs_requests=config.access_log, gen_ai=gen_ai)
     quotas = Quotas(metrics)
     keep_alives = KeepAlives(config.keepalive_interval_s)
-    front = FrontDoor(runner, seen, server.draining, limits, traces, quotas, keep_alives)
+    front = FrontDoor(runner, seen, server.draining, limits, traces, quotas, keep_alives, leaving=server.leaving)
 
     def router_status() -> status_pb2.RouterStatus:
         return status_pb2.RouterStatus(
@@ -133,7 +135,7 @@ async def serve(config: RouterConfig) -> None:
             num_open_streams=limits.num_open,
             num_detokenizers=len(pool.links),
             num_live_detokenizers=pool.num_live,
-            is_draining=server.draining.is_set(),
+            is_draining=server.leaving.is_set(),
             problems=progress.problems(),
             usage=quotas.usage(),
             tokenizer_fingerprint=folder.tokenizer_fingerprint,
@@ -153,7 +155,7 @@ async def serve(config: RouterConfig) -> None:
     bodies = BodyReader(BodyBudget(max_body_bytes(folder, config.max_body_bytes, config.max_message_bytes)))
     kept = KeptRequests(cells)
     pages = OpenAiApi(front, metrics, progress.problems, bodies, chat, kept, progress.stalled).app()
-    batches = batch_service(config, pages, cells, bodies, server.draining, metrics, authenticator.owner)
+    batches = batch_service(config, pages, cells, bodies, server.leaving, metrics, authenticator.owner)
     pages.router.routes += [
         *MessagesApi(front, bodies, chat).routes(),
         *EmbeddingsApi(Embedder(front), bodies).routes(),
@@ -180,16 +182,19 @@ async def serve(config: RouterConfig) -> None:
     if not server.limits_addresses:
         parts["connections"] = ConnectionGuard(server.port, max_connections()).run()
     parts["health"] = watch_reach(cells, pool, progress)
-    if config.shared_http_port:
-        parts["the shared port"] = leave_shared_port(server.draining, http)
+    parts["leaving"] = leave(server.leaving, http)
     if config.throughput_log_s > 0:
         parts["throughput"] = log_throughput(seen, lambda: limits.num_open, config.throughput_log_s)
     tasks = [asyncio.create_task(part, name=f"the loop of {name}") for name, part in parts.items()]
     try:
+        # Until then, calls wait to be accepted; without a scheduler, they would be refused.
+        await cells.wait_found(_MAX_DISCOVERY_S)
         await server.start()
         for task in (*tasks, *http.start()):
             server.depend_on(task)
-        await server.run_until_signal(drain_timeout_s=config.drain_timeout_s, then=http.stop)
+        await server.run_until_signal(
+            drain_timeout_s=config.drain_timeout_s, drain_delay_s=config.drain_delay_s, stop_other_port=http.stop
+        )
     finally:
         await http.stop(0)
         for task in tasks:
@@ -203,10 +208,11 @@ async def serve(config: RouterConfig) -> None:
             gen_ai.close()
 
 
-async def leave_shared_port(draining: asyncio.Event, http: HttpPort) -> None:
-    """Leave the shared HTTP port when the router drains; its own port answers until the gRPC calls have ended."""
-    await draining.wait()
-    http.leave_shared_port()
+async def leave(leaving: asyncio.Event, http: HttpPort) -> None:
+    """Let HTTP clients reach other routers once this one should get no more work."""
+    await leaving.wait()
+    http.leave()
+    await asyncio.Event().wait()  # the loops of a router do not end
 
 
 if __name__ == "__main__":

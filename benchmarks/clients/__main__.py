@@ -45,6 +45,10 @@ SILENT_S, KEPT_S, INTERVAL_S = 660.0, 330.0, 15.0
 # The same for clients whose limit can be lowered.
 LOW_IDLE_S, LOW_KEPT_S, LOW_INTERVAL_S = 5.0, 20.0, 1.0
 RETRY_AFTER_S = (2, 59, 61, 119, 121)
+COLUMNS = (
+    "client", "stream cut", "closed unanswered", "silent stream", "no headers", "429", "503", "529", "`Retry-After`",
+    "500 with `x-should-retry: false`",
+)  # fmt: skip
 BEGIN, END = "<!-- python -m benchmarks.clients -->\n", "\n<!-- end of clients -->"
 
 
@@ -212,6 +216,7 @@ class Findings:
         no_headers: A call that gets no answer, not even headers.
         refused: By status, a call that is always refused.
         retry_after: By number of seconds, a call that is refused with 429 and Retry-After once.
+        final: A call that is refused with 500 and `x-should-retry: false` once; None for a gRPC client.
         forms: By API and form, a stream that gets only this form instead of text for longer than the client's limit.
     """
 
@@ -222,6 +227,7 @@ class Findings:
     no_headers: Outcome
     refused: dict[int, Outcome]
     retry_after: dict[int, Outcome]
+    final: Outcome | None
     forms: dict[tuple[str, str], Outcome]
 
 
@@ -237,6 +243,7 @@ async def examine(laboratory: Laboratory, client: Client) -> Findings:
         silent, no_headers = ask(Wait(wait_s=SILENT_S), Wait()), ask(Wait(NO_HEADERS, SILENT_S), Wait())
         codes = (429, 503, 529) if client.apis else (429, 503)
         refused = {code: ask(Status(code)) for code in codes}
+        final = ask(Status(500, should_retry="false"), Wait()) if client.apis else None
         retry_after = {seconds: ask(Status(429, str(seconds)), Wait()) for seconds in RETRY_AFTER_S}
         forms: dict[tuple[str, str], asyncio.Task[Outcome]] = {}
         for api in client.apis:
@@ -254,6 +261,7 @@ async def examine(laboratory: Laboratory, client: Client) -> Findings:
         no_headers=no_headers.result(),
         refused={code: task.result() for code, task in refused.items()},
         retry_after={seconds: task.result() for seconds, task in retry_after.items()},
+        final=None if final is None else final.result(),
         forms={key: task.result() for key, task in forms.items()},
     )
 
@@ -303,8 +311,8 @@ def version_of(client: Client) -> str:
 def tables(all_found: Sequence[Findings]) -> str:
     """Return the tables of docs/adapters.md."""
     lines = [
-        "| client | stream cut | closed unanswered | silent stream | no headers | 429 | 503 | 529 | `Retry-After` |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| {' | '.join(COLUMNS)} |",
+        f"| {' | '.join(['---'] * len(COLUMNS))} |",
     ]
     for found in all_found:
         cells = [
@@ -315,6 +323,7 @@ def tables(all_found: Sequence[Findings]) -> str:
             silence(found.no_headers),
             *(retries_of(found.refused[code]) if code in found.refused else "" for code in (429, 503, 529)),
             obeyed(found),
+            "" if found.final is None else "repeated" if found.final.delays_s else "not repeated",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| API | form | counts as activity for | does not for |", "| --- | --- | --- | --- |"]

@@ -23,10 +23,11 @@ NO_HEADERS = "no headers"
 
 @dataclass(frozen=True)
 class Status:
-    """An error status instead of a stream; `retry_after` is the value of the header, in seconds."""
+    """An error status instead of a stream; `retry_after` (in seconds) and `should_retry` are values of headers."""
 
     code: int
     retry_after: str = ""
+    should_retry: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,10 @@ class Server:
             writer.write(_response(200, json.dumps(WHOLE_MESSAGE).encode()))
             return
         match answer:
-            case Status(code, retry_after):
+            case Status(code, retry_after, should_retry):
                 error = {"type": "error", "error": {"type": "overloaded_error", "message": "busy", "code": "busy"}}
                 extra = f"retry-after: {retry_after}\r\n" if retry_after else ""
+                extra += f"x-should-retry: {should_retry}\r\n" if should_retry else ""
                 writer.write(_response(code, json.dumps(error).encode(), extra))
             case Break(has_begun):
                 if has_begun:
@@ -351,7 +353,7 @@ def _messages() -> Api:
             "`ping`": _event("ping"),
             "empty `text_delta`": delta(""),
             "`message_delta` without a stop reason": _event(
-                "message_delta", delta=still_running, usage={"output_tokens": 1}
+                "message_delta", delta=still_running, usage={"output_tokens": 0}
             ),
         },
     )

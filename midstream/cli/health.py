@@ -9,6 +9,7 @@ import os
 import ssl
 
 _TIMEOUT_S = 2.0
+_CLOSED = "does not listen"
 
 
 async def probe_health(address: str) -> str | None:
@@ -29,6 +30,8 @@ async def probe_health(address: str) -> str | None:
 async def is_alive(address: str) -> bool:
     """Return whether the process at `address` is alive, which includes waiting and draining."""
     answer = await _get(address, "/live")
+    if answer == _CLOSED:
+        return True  # a process that drains has closed its port; one that hangs has not
     # Any other response, even 404, shows that its loop is running.
     return isinstance(answer, bytes) and b" 503 " not in answer.split(b"\r\n", 1)[0]
 
@@ -44,7 +47,7 @@ async def _get(address: str, path: str) -> bytes | str:
     except TimeoutError:
         return "does not answer"
     except OSError:
-        return "does not listen yet"
+        return _CLOSED
 
 
 async def _ask(host: str, port: int, path: str, context: ssl.SSLContext | None) -> bytes:

@@ -205,8 +205,12 @@ class _Process:
         """Terminate the process; after `timeout_s`, end its open streams, and kill it if it is still running."""
         if not self.state.pid:
             return
+        # After SIGTERM, a router would first wait until proxies send its calls to others, but all routers stop now. A
+        # process that is starting may ignore SIGINT, as background processes of a shell do.
+        is_serving = self.state.phase in (ProcessPhase.READY, ProcessPhase.UNHEALTHY)
+        first = signal.SIGINT if self.spec.kind == "router" and is_serving else signal.SIGTERM
         self._update(replace(self.state, phase=ProcessPhase.STOPPING, detail="finishing its streams"))
-        for number, limit_s in ((signal.SIGTERM, timeout_s), (signal.SIGTERM, _QUICK_STOP_S), (signal.SIGKILL, None)):
+        for number, limit_s in ((first, timeout_s), (signal.SIGTERM, _QUICK_STOP_S), (signal.SIGKILL, None)):
             self.send(number)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._exited.wait(), limit_s)

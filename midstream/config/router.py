@@ -93,6 +93,11 @@ class RouterConfig(GrpcServiceConfig):
         "Seconds without output after which a stream gets a message without output, so that proxies and clients keep "
         "it open while a request waits; 0: never.",
     )
+    drain_delay_s: float = setting(
+        3.0,
+        "Seconds after SIGTERM for which the router still accepts calls while its health says that it stops, so that "
+        "proxies and load balancers notice; part of drain_timeout_s.",
+    )
     response_ttl_s: int = setting(7 * 24 * 3600, "Seconds that a response of the Responses API is stored.")
     max_file_bytes: int = setting(200 << 20, "Maximum size of a file that clients may upload for batches, in bytes.")
     file_ttl_s: int = setting(30 * 24 * 3600, "Maximum number of seconds that files and batch outputs are stored.")

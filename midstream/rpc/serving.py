@@ -60,6 +60,7 @@ class Server:
     Attributes:
         grpc: The gRPC server, to which servicers are added before `start`.
         limits_addresses: Whether the server itself limits the connections from one address.
+        leaving: Set once the process should get no more work. It still accepts what arrives until `draining` is set.
         draining: Set once the process should finish its work and accept no new work.
     """
 
@@ -104,14 +105,14 @@ class Server:
         """
         self.limits_addresses = _is_own(grpc_server)
         make = _own_server if self.limits_addresses else _grpcio_server
-        self.grpc, self._add_port = make(
+        self.grpc, self._add_port, self._leave_shared_ports = make(
             ErrorMapper(admit, receive, turn_of),
             max_send_bytes=max_message_bytes,
             max_receive_bytes=max_request_bytes or max_message_bytes,
             max_concurrent_streams=max_concurrent_streams,
             probes_bandwidth=receive is None,
         )
-        self.draining = asyncio.Event()
+        self.leaving, self.draining = asyncio.Event(), asyncio.Event()
         self._failed = asyncio.Event()
         self._failure: MidstreamError | None = None
         self._progress = progress
@@ -144,23 +145,26 @@ class Server:
         *,
         drain: Callable[[], Awaitable[None]] | None = None,
         drain_timeout_s: float = 30.0,
-        then: Callable[[float], Awaitable[None]] | None = None,
+        drain_delay_s: float = 0.0,
+        stop_other_port: Callable[[float], Awaitable[None]] | None = None,
     ) -> None:
         """Serve until SIGTERM or SIGINT, then drain; a second signal ends the draining early.
 
         Args:
             drain: As for `stop`.
             drain_timeout_s: Time limit for everything.
-            then: Stops the process's other port, which serves until this is called; the argument is the number of
+            drain_delay_s: How long the process serves after SIGTERM, while its health already says that it stops, so
+                that proxies and load balancers notice. After SIGINT it does not.
+            stop_other_port: Stops the process's other port at the same time as this one; the argument is the number of
                 seconds left. After a second signal, it is called with 0, even if it is already running.
 
         Raises:
             MidstreamError: The error passed to `fail`.
         """
         loop = asyncio.get_running_loop()
-        signals: asyncio.Queue[None] = asyncio.Queue()
+        signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, signals.put_nowait, None)
+            loop.add_signal_handler(number, signals.put_nowait, number)
         signalled, failed = asyncio.create_task(signals.get()), asyncio.create_task(self._failed.wait())
         try:
             await asyncio.wait((signalled, failed), return_when=asyncio.FIRST_COMPLETED)
@@ -172,22 +176,31 @@ class Server:
             raise self._failure
         logger.info("draining")
 
-        async def stop_all() -> None:
-            ends_at = loop.time() + drain_timeout_s
-            await self.stop(drain=drain, drain_timeout_s=drain_timeout_s)
-            if then is not None:
-                await then(max(ends_at - loop.time(), 0.0))
-
-        stopping = asyncio.create_task(stop_all())
+        self._leave()
         impatient = asyncio.create_task(signals.get())
+        delay_s = min(drain_delay_s, drain_timeout_s) if signalled.result() == signal.SIGTERM else 0.0
+        if delay_s > 0:
+            await asyncio.wait((impatient,), timeout=delay_s)
+
+        async def stop_all(left_s: float) -> None:
+            other = () if stop_other_port is None else (stop_other_port(left_s),)
+            await asyncio.gather(self.stop(drain=drain, drain_timeout_s=left_s), *other)
+
+        stopping = asyncio.create_task(stop_all(drain_timeout_s - delay_s))
         await asyncio.wait((stopping, impatient), return_when=asyncio.FIRST_COMPLETED)
         impatient.cancel()
         if not stopping.done():
             await self.grpc.stop(0)
-            if then is not None:
-                await then(0.0)
+            if stop_other_port is not None:
+                await stop_other_port(0.0)
         await stopping
         logger.info("stopped")
+
+    def _leave(self) -> None:
+        """Set NOT_SERVING and leave shared ports, so that the process gets no more work."""
+        self._progress.set_reason("draining", stands=True)
+        self.leaving.set()
+        self._leave_shared_ports()
 
     def fail(self, error: MidstreamError) -> None:
         """Stop the process with an error, so that its supervisor restarts it."""
@@ -200,7 +213,7 @@ class Server:
         """Stop the process with an error if `task` ends before the process drains."""
 
         def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and not self.draining.is_set():
+            if not task.cancelled() and not self.leaving.is_set():
                 error = task.exception()
                 logger.error("%s ended", task.get_name(), exc_info=error)
                 self.fail(ExecutionError(f"{task.get_name()} ended: {error!r}"))
@@ -215,7 +228,7 @@ class Server:
                 the calls in progress instead.
             drain_timeout_s: Timeout in either case.
         """
-        self._progress.set_reason("draining", stands=True)
+        self._leave()
         self.draining.set()
         stopping = {asyncio.create_task(self.grpc.stop(drain_timeout_s))}
         if drain is not None:
@@ -256,7 +269,7 @@ def _grpcio_server(
     max_receive_bytes: int,
     max_concurrent_streams: int,
     probes_bandwidth: bool,
-) -> tuple[grpc.aio.Server, _AddPort]:
+) -> tuple[grpc.aio.Server, _AddPort, Callable[[], None]]:
     server = grpc.aio.server(
         interceptors=[errors],
         options=[
@@ -280,7 +293,7 @@ def _grpcio_server(
             ("grpc.so_reuseport", 0),
         ],
     )
-    return server, functools.partial(bind, server)
+    return server, functools.partial(bind, server), lambda: None  # it has no shared ports
 
 
 def _own_server(
@@ -290,7 +303,7 @@ def _own_server(
     max_receive_bytes: int,
     max_concurrent_streams: int,
     probes_bandwidth: bool,
-) -> tuple[grpc.aio.Server, _AddPort]:
+) -> tuple[grpc.aio.Server, _AddPort, Callable[[], None]]:
     from midstream.rpc.http2 import GrpcServer  # imported here, because hpack may not be installed
 
     server = GrpcServer(
@@ -303,7 +316,7 @@ def _own_server(
         max_connections_per_address=max(max_connections() // 2, 1),
         max_resets=2 * max_concurrent_streams,
     )
-    return server, server.add_port
+    return server, server.add_port, server.leave_shared_ports
 
 
 def _collect_now_and_then() -> None:

@@ -20,7 +20,8 @@ from starlette.routing import Route
 
 from midstream.errors import MidstreamError
 from protos import status_pb2
-from router.protocols.openai.errors import error_body, headers, http_status
+from router.protocols.openai.errors import error_body, http_status
+from router.protocols.retries import retry_headers
 from router.protocols.streaming import SSE_HEADERS
 from router.status import StatusFeed
 
@@ -44,7 +45,7 @@ def dashboard_routes(status: StatusFeed) -> list[Route]:
         try:
             first = await anext(states)
         except MidstreamError as error:
-            return JSONResponse(error_body(error), http_status(error), headers={**_HEADERS, **headers(error)})
+            return JSONResponse(error_body(error), http_status(error), headers={**_HEADERS, **retry_headers(error)})
         return StreamingResponse(_events(first, states), headers=_HEADERS | SSE_HEADERS)
 
     files = [Route(f"/dashboard/static/{path.name}", page(path)) for path in sorted(_STATIC.iterdir())]

@@ -6,6 +6,7 @@ With several cells, the router follows each one's KV events to choose between th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 from collections.abc import Sequence
@@ -193,6 +194,13 @@ class Cells:
             targets, field="schedulers", on_change=self._set_targets, get_epoch=partial(scheduler_epoch, settings)
         )
         self._closing: set[asyncio.Task[None]] = set()
+        self._found = asyncio.Event()
+
+    async def wait_found(self, timeout_s: float) -> None:
+        """Wait until schedulers have been discovered and polled once, but at most `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._found.wait()
 
     async def run(self) -> None:
         """Poll the cells until cancelled."""
@@ -200,6 +208,8 @@ class Cells:
         try:
             while True:
                 await asyncio.gather(*(cell.poll() for cell in self.cells.values()))
+                if self.cells:
+                    self._found.set()
                 if len(self.cells) > 1:
                     for cell in self.cells.values():
                         cell.follow()

@@ -567,7 +567,8 @@ class FrontDoor:
 
     Attributes:
         runner: Runs the requests of all APIs.
-        draining: Set when the router is draining: running requests finish, and new ones are rejected.
+        leaving: Set when the router should get no more requests; those that arrive are still served.
+        draining: Set when the router is draining: running requests finish, and no new ones are accepted.
         keep_alives: Keeps the streams of all APIs open while they have no output.
     """
 
@@ -580,11 +581,13 @@ class FrontDoor:
         traces: RequestTraces | None = None,
         quotas: Quotas | None = None,
         keep_alives: KeepAlives | None = None,
+        *,
+        leaving: asyncio.Event | None = None,
     ) -> None:
         self.keep_alives = keep_alives or KeepAlives(0)
         self._quotas = quotas or Quotas(Metrics())
         self.runner = runner
-        self.draining = draining
+        self.draining, self.leaving = draining, leaving or draining
         self._metrics = metrics
         self._limits = limits or StreamLimits()
         self._starts = StartSlots(_MAX_STARTS, _MAX_STARTS_ALONE)

@@ -6,11 +6,12 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from midstream.errors import OverloadedError
+from midstream.errors import MidstreamError, OverloadedError
 from router.authentication import current_caller
 
 # Maximum number of streams that read their next message, in total and per client.
@@ -169,7 +170,7 @@ class StreamSlots:
         before = time.monotonic() - self._min_idle_s
         for other in reading:
             if other.client == client and not other.num_running and other.reads_since <= before:
-                other.refuse()
+                other.refuse(OverloadedError, "this stream was idle, and others need its memory; open a new one")
                 return
 
     @staticmethod
@@ -194,12 +195,12 @@ class RequestStream(Generic[_MessageT]):
         self.waits_since = self.reads_since = 0.0
         self._slots = slots
         self._messages = messages
-        self._task: asyncio.Task[object] | None = None
-        self._is_refused = False
+        self._task: asyncio.Task[object] | None = None  # set while it waits for a message
+        self._refusal: Callable[[], MidstreamError] | None = None
 
     async def requests(self) -> AsyncIterator[tuple[_MessageT, Callable[[object], None]]]:
         """Yield each request, with a callback to call when the request ends. Raises OverloadedError if the stream was
-        idle, and its memory is needed for others.
+        idle, and its memory is needed for others, or the error that was passed to `refuse`.
         """
         while True:
             try:
@@ -216,21 +217,26 @@ class RequestStream(Generic[_MessageT]):
 
             yield message, ended
 
-    def refuse(self) -> None:
-        """End the stream while it waits for a message."""
-        if not self._is_refused and self._task is not None:
-            self._is_refused = True
-            self._task.cancel()
+    def refuse(self, kind: type[MidstreamError], message: str) -> None:
+        """Read no further message: raise an error of this kind instead."""
+        if self._refusal is None:
+            self._refusal = partial(kind, message)
+            if self._task is not None:
+                self._task.cancel()
 
     async def _next(self) -> _MessageT:
-        await self._slots.begin(self)
-        self._task = asyncio.current_task()
+        if self._refusal is not None:
+            raise self._refusal()
+        task = self._task = asyncio.current_task()
         try:
-            return await anext(self._messages)
+            await self._slots.begin(self)
+            try:
+                return await anext(self._messages)
+            finally:
+                self._slots.end(self)
         except asyncio.CancelledError:
-            if self._is_refused and self._task is not None:
-                self._task.uncancel()
-                raise OverloadedError("this stream was idle, and others need its memory; open a new one") from None
-            raise
+            if self._refusal is None or task is None or task.uncancel():
+                raise
+            raise self._refusal() from None
         finally:
-            self._slots.end(self)
+            self._task = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import socket
 import uuid
@@ -25,6 +26,8 @@ from midstream.security.peer_names import PeerCertificate
 from midstream.security.tls import Tls
 from midstream.telemetry import current_outer_id, current_request_id
 
+logger = logging.getLogger(__name__)
+
 _LOOK_INTERVAL_S = 1.0
 # Time limits, in seconds: from connecting (or from the first byte of a further request) to the end of the head, and
 # from there to the end of the body.
@@ -33,6 +36,8 @@ _MAX_CONNECTIONS = 16_384
 _BACKLOG = 2048
 # Maximum number of connections accepted per iteration of the event loop; other requests wait for no more than these.
 _MAX_ACCEPTED_PER_TURN = 8
+# Time in which the first request must arrive on a connection that was open when the port closed.
+_LAST_REQUEST_S = 1.0
 # Maximum time for rejecting the requests that are cancelled at the end of the drain time.
 _REJECTION_S = 1.0
 # A client that has sent the end of its data may still wait for the answer, or be gone. If it is gone, it resets the
@@ -121,6 +126,8 @@ class _Protocol(HttpToolsProtocol):
     clients offer HTTP/2 with every request), and answers clients that close their side of the connection.
 
     Attributes:
+        is_leaving: Whether the connection is to be closed after its next response; set for all connections of the port,
+            or for one.
         offers_protocol: Whether the last head offers another protocol.
     """
 
@@ -130,7 +137,7 @@ class _Protocol(HttpToolsProtocol):
     _is_too_large = False
     _is_counted = False
     _timer: asyncio.TimerHandle | None = None
-    _is_leaving = False
+    is_leaving = False
     _reset_timer: asyncio.TimerHandle | None = None
     offers_protocol = False
 
@@ -169,7 +176,7 @@ class _Protocol(HttpToolsProtocol):
         is_answered = cycle is None or cycle.response_complete or cycle.more_body
         if is_answered or self.scheme == "https" or cycle.scope["http_version"] == "1.0":
             return False
-        cycle.keep_alive = False
+        self.is_leaving = True
         self._reset_timer = self.loop.call_later(_PROBE_AFTER_S, self._probe)
         return True
 
@@ -243,14 +250,40 @@ class _Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             _end_by_closing(self.cycle)
-        if self._is_leaving:
-            self.cycle.keep_alive = False
+        else:
+            self._announce_end(self.cycle)
+
+    def _announce_end(self, cycle: RequestResponseCycle) -> None:
+        """Let the last response of a connection say so (`Connection: close`), unless it is a stream: the `fetch` of
+        Node.js 20 reports a stream with this header as complete even if it is cut off.
+        """
+        send = cycle.send
+
+        async def send_announced(message: Message) -> None:
+            if message["type"] == "http.response.start" and self.is_leaving and not self.pipeline:
+                has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                cycle.keep_alive = cycle.keep_alive and not has_length
+            await send(cast("Any", message))
+
+        cycle.send = send_announced  # type: ignore[assignment, method-assign]
+
+    def on_response_complete(self) -> None:
+        is_last = not self.pipeline
+        super().on_response_complete()
+        if is_last and self.is_leaving and not self._num_held_bytes:
+            self.transport.close()
 
     def leave(self) -> None:
         """Close an idle connection at once, and any other one after the response to its request."""
-        self._is_leaving = True
-        if self.cycle is not None and not self._num_held_bytes:
-            self.shutdown()
+        self.is_leaving = True
+        if self.cycle is not None and self.cycle.response_complete and not self._num_held_bytes:
+            self.transport.close()
+
+    def shutdown(self) -> None:
+        """Leave as the port closes. A client that has just connected may already have sent its request."""
+        self.leave()
+        if self.cycle is None and not self._num_held_bytes:
+            self._expect(_LAST_REQUEST_S)
 
     def on_body(self, body: bytes) -> None:
         self._num_held_bytes = 0
@@ -441,9 +474,10 @@ class HttpPort:
         if shared_port:
             self._sockets.append(_listen(host, shared_port, is_shared=True))
         self._tls = tls
+        self._protocol = _protocol(ConnectionLimits(max_open_files // 2), (head_timeout_s, body_timeout_s))
         config = uvicorn.Config(
             IdentifiedApp(DrainedApp(app)),
-            http=_protocol(ConnectionLimits(max_open_files // 2), (head_timeout_s, body_timeout_s)),
+            http=self._protocol,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -454,6 +488,7 @@ class HttpPort:
         )
         self._server = _Server(config)
         self._tasks: list[asyncio.Task[None]] = []
+        self._opening: set[asyncio.Task[Any]] = set()
 
     def start(self) -> tuple[asyncio.Task[None], ...]:
         """Start serving; return the server's tasks, which end after `stop`."""
@@ -462,23 +497,60 @@ class HttpPort:
             self._tasks.append(asyncio.create_task(_keep_fresh(self._tls), name="certificates"))
         return tuple(self._tasks)
 
-    def leave_shared_port(self) -> None:
-        """Stop listening on the shared port, and close its connections once they are idle, so that their clients reach
-        another process.
+    def leave(self) -> None:
+        """Let clients reach another process: close connections after their next response, stop listening on the shared
+        port, and close its idle connections at once.
         """
-        for server in getattr(self._server, "servers", ())[1:]:  # set once the server has started
-            server.close()
-        for listener in self._sockets[1:]:
-            listener.close()
+        self._protocol.is_leaving = True
+        self._close_listeners(self._sockets[1:])
         for connection in cast("list[_Protocol]", list(self._server.server_state.connections)):
             if connection.server is not None and connection.server[1] == self._shared_port:
                 connection.leave()
 
+    def _close_listeners(self, listeners: Iterable[socket.socket]) -> None:
+        servers = {server.sockets[0].fileno(): server for server in self._servers() if server.sockets}
+        for listener in listeners:
+            server = servers.get(listener.fileno())
+            if server is not None:
+                # Closing the port resets the connections that wait to be accepted, after their clients may have sent a
+                # request: proxies would not send it again.
+                self._accept_waiting(listener)
+                server.close()
+            listener.close()
+
+    def _accept_waiting(self, listener: socket.socket) -> None:
+        config, loop = self._server.config, asyncio.get_running_loop()
+        with contextlib.suppress(OSError):  # BlockingIOError: no more connections wait
+            for _ in range(_BACKLOG):
+                found, _ = listener.accept()
+                found.setblocking(False)
+
+                def make() -> _Protocol:
+                    return self._protocol(
+                        config=config, server_state=self._server.server_state, app_state=self._server.lifespan.state
+                    )
+
+                opening = loop.create_task(loop.connect_accepted_socket(make, found, ssl=config.ssl))
+                self._opening.add(opening)
+                opening.add_done_callback(self._opened)
+
+    def _opened(self, opening: asyncio.Task[Any]) -> None:
+        self._opening.discard(opening)
+        if not opening.cancelled() and opening.exception() is not None:
+            logger.debug("a connection was not opened", exc_info=opening.exception())
+
+    def _servers(self) -> list[asyncio.Server]:
+        return list(getattr(self._server, "servers", ()))  # set once the server has started
+
     async def stop(self, drain_timeout_s: float) -> None:
-        """Stop accepting requests, wait up to `drain_timeout_s` for running ones, and close the port, whether or not it
-        was started. If it is called several times, the shortest time applies; with 0, running requests are cancelled at
-        once.
+        """Accept no more connections, wait up to `drain_timeout_s` for running requests, and close the port, whether or
+        not it was started. If it is called several times, the shortest time applies; with 0, running requests are
+        cancelled at once.
         """
+        self._protocol.is_leaving = True
+        self._close_listeners(self._sockets)
+        if drain_timeout_s > 0 and self._opening:
+            await asyncio.wait(tuple(self._opening), timeout=_LAST_REQUEST_S)
         config, seconds = self._server.config, max(int(drain_timeout_s), 0)
         if self._server.should_exit:
             seconds = min(seconds, config.timeout_graceful_shutdown or 0)
@@ -497,7 +569,7 @@ class HttpPort:
 
     def abort(self) -> None:
         """Close the port and all its connections at once."""
-        for server in getattr(self._server, "servers", ()):  # set once the server has started
+        for server in self._servers():
             server.close()
         for connection in list(self._server.server_state.connections):
             if connection.transport is not None:

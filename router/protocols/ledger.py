@@ -13,7 +13,8 @@ from midstream.errors import InvalidArgumentError, MidstreamError
 from midstream.rpc.errors import error_from_rpc
 from protos import ledger_pb2
 from router.pipeline.cells import Cells
-from router.protocols.openai.errors import error_body, headers, http_status
+from router.protocols.openai.errors import error_body, http_status
+from router.protocols.retries import retry_headers
 
 _TIMEOUT_S = 10.0
 
@@ -25,7 +26,7 @@ def ledger_route(cells: Cells) -> Route:
         try:
             return JSONResponse(await _read(cells, request.query_params.get("cell"), request.query_params.get("after")))
         except MidstreamError as error:
-            return JSONResponse(error_body(error), http_status(error), headers=headers(error))
+            return JSONResponse(error_body(error), http_status(error), headers=retry_headers(error))
 
     return Route("/ledger", answer, methods=["GET"])
 

@@ -95,7 +95,7 @@ def test_the_words_of_the_tables() -> None:
     assert after_cut(after(error="terminated")) == "error"
     assert after_cut(after()) == "no error"
     assert after_cut(after(0.04, num_unstreamed=1)) == "calls again after 0.0 s, without a stream"
-    found = Findings(CLIENTS[0], after(), after(), after(), after(), {}, {}, {})
+    found = Findings(CLIENTS[0], after(), after(), after(), after(), {}, {}, None, {})
 
     def waits(*pairs: tuple[int, Outcome]) -> str:
         return obeyed(dataclasses.replace(found, retry_after=dict(pairs)))
@@ -113,6 +113,7 @@ def test_a_client_that_calls_again_did_not_count_the_form_as_activity() -> None:
         ("messages", "comment"): OUTCOME,
     }
     client = next(client for client in CLIENTS if client.name == "Claude Code")
-    made = tables([Findings(client, OUTCOME, OUTCOME, OUTCOME, OUTCOME, refused, {}, forms)]).splitlines()
+    made = tables([Findings(client, OUTCOME, OUTCOME, OUTCOME, OUTCOME, refused, {}, OUTCOME, forms)]).splitlines()
+    assert made[2].endswith("| not repeated |")
     assert "| `/v1/messages` | `ping` |  | Claude Code |" in made
     assert "| `/v1/messages` | comment | Claude Code |  |" in made

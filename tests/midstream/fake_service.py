@@ -3,7 +3,7 @@
 python -m tests.midstream.fake_service --name NAME --http-port PORT [--mode MODE] [--trace FILE]
 
 Modes: healthy, crash, stubborn, waiting (for other components, from SIGUSR1 on), draining (exits at the second
-SIGTERM).
+signal), closing (closes its port at SIGUSR1).
 """
 
 from __future__ import annotations
@@ -13,9 +13,16 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from midstream.telemetry import HttpServer, Metrics
+
+
+def at_end(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
 
 
 def main() -> None:
@@ -30,20 +37,22 @@ def main() -> None:
         raise SystemExit(3)
     signals: list[int] = []  # not an event, whose lock may be held by the code that the signal handler interrupts
     if arguments.mode == "stubborn":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        at_end(signal.SIG_IGN)
     elif arguments.mode == "draining":
 
         def end_next_time(*_: object) -> None:
-            signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+            at_end(lambda number, _: signals.append(number))
             arguments.trace.with_name(f"{arguments.name}.drains").touch()
 
-        signal.signal(signal.SIGTERM, end_next_time)
+        at_end(end_next_time)
     else:
-        signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+        at_end(lambda number, _: signals.append(number))
     problems: list[str] = []
     if arguments.mode == "waiting":
         signal.signal(signal.SIGUSR1, lambda *_: problems.append("no worker"))
     server = HttpServer("127.0.0.1", arguments.http_port, Metrics(), lambda: problems)
+    if arguments.mode == "closing":
+        signal.signal(signal.SIGUSR1, lambda *_: server.stop())
     server.start()
     while not signals:
         time.sleep(0.05)

@@ -141,8 +141,9 @@ async def test_a_process_that_hangs_is_restarted(tmp_path: Path, monkeypatch: py
     await run.end()
 
 
-async def test_a_process_that_only_waits_for_others_is_not_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("mode", ["waiting", "closing"])
+async def test_a_process_that_only_waits_for_others_or_drains_is_not_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     monkeypatch.setattr(supervisor, "_MAX_HANG_S", 0.0)
     monkeypatch.setattr(health, "_TIMEOUT_S", 60.0)  # the process responds, but late if the machine stalls
@@ -154,7 +155,7 @@ async def test_a_process_that_only_waits_for_others_is_not_restarted(
         return await probe(address)
 
     monkeypatch.setattr(health, "probe_health", counted)
-    run = Run(tmp_path, {"worker-0": "gpu_worker"}, mode="waiting")
+    run = Run(tmp_path, {"worker-0": "gpu_worker"}, mode=mode)
     await run.ready.wait()
     run.supervisor._processes[0].send(signal.SIGUSR1)
     await run.until(lambda state: _named(state, "worker-0")[0] is ProcessPhase.UNHEALTHY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import gzip
+import socket
 import struct
 import tracemalloc
 import zlib
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream.rpc.http2 import GrpcServer, wire
+from midstream.rpc.http2 import connection as connection_module
 from midstream.rpc.http2.call import Call
 from midstream.rpc.http2.connection import _auth_context
 from midstream.rpc.http2.limits import Budget
@@ -362,7 +364,7 @@ async def test_more_calls_than_allowed_are_refused() -> None:
     assert [frame[2:] for frame in peer.frames() if frame[0] == wire.RST_STREAM] == [(streams[2], refused)]
 
 
-async def test_stopping_lets_calls_end_and_refuses_new_ones() -> None:
+async def test_stopping_lets_calls_end_and_refuses_those_made_after_the_client_knows() -> None:
     server, methods = serving()
     peer = Peer(server)
     running = peer.call(b"a", "Wait")
@@ -374,12 +376,15 @@ async def test_stopping_lets_calls_end_and_refuses_new_ones() -> None:
     frames = peer.frames()
     assert goaway_of(frames) == (wire.MAX_STREAM, ErrorCode.NO_ERROR)
     (ping,) = [body for kind, _, _, body in frames if kind == wire.PING]
+    unaware = peer.call(b"b")
+    await turns()
+    assert messages_of(peer.frames(), unaware) == framed(b"b")
+    peer.send(wire.PING, wire.ACK, 0, ping)
+    await turns()
+    assert goaway_of(peer.frames()) == (unaware, ErrorCode.NO_ERROR)
     late = peer.call(b"late")
     await turns()
     assert (wire.RST_STREAM, 0, late, struct.pack(">L", ErrorCode.REFUSED_STREAM)) in peer.frames()
-    peer.send(wire.PING, wire.ACK, 0, ping)
-    await turns()
-    assert goaway_of(peer.frames()) == (running, ErrorCode.NO_ERROR)
     methods.release.set()
     await turns()
     frames = peer.frames()
@@ -387,6 +392,43 @@ async def test_stopping_lets_calls_end_and_refuses_new_ones() -> None:
     assert peer.transport.is_closed
     peer.connection.connection_lost(None)
     await task
+    assert methods.started == [b"a", b"b"]
+
+
+async def test_a_client_that_does_not_acknowledge_the_end_is_refused_calls_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection_module, "_GOAWAY_S", 0.01)
+    server, _ = serving()
+    peer = Peer(server)
+    task = asyncio.create_task(server.stop(60))
+    async with asyncio.timeout(60):
+        while not peer.transport.is_closed:  # noqa: ASYNC110 (nothing signals it)
+            await asyncio.sleep(0)
+    assert goaway_of(peer.frames()) == (0, ErrorCode.NO_ERROR)
+    peer.connection.connection_lost(None)
+    await task
+
+
+async def test_a_connection_that_waits_to_be_accepted_when_the_server_stops_is_served() -> None:
+    server, methods = serving()
+    port = server.add_port("127.0.0.1", 0)
+    await server.start()
+    call = headers_frame(1) + wire.frame(wire.DATA, wire.END_STREAM, 1, framed(b"a"))
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        stopping = asyncio.create_task(server.stop(60))  # before the event loop accepts the connection
+        client.setblocking(False)
+        await asyncio.sleep(0)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.get_running_loop().sock_sendall(client, wire.PREFACE + wire.settings([]) + call)
+        answer = b""
+        async with asyncio.timeout(60):
+            while framed(b"a") not in answer:
+                read = await asyncio.get_running_loop().sock_recv(client, 4096)
+                assert read
+                answer += read
+    await stopping
     assert methods.started == [b"a"]
 
 

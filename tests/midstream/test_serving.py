@@ -232,22 +232,64 @@ async def test_sigterm_lets_streams_finish_and_rejects_new_requests(kind: str) -
     await asyncio.wait_for(running, WAIT_S)
 
 
-async def test_another_port_gets_the_rest_of_the_drain_time(kind: str) -> None:
+async def test_another_port_stops_at_the_same_time(kind: str) -> None:
     servicer = raising()
     server, stub = await serve(kind, servicer)
     call = stub.GetIterationStats(stats.GetIterationStatsRequest())
     await servicer.started.wait()
+    left: asyncio.Queue[float] = asyncio.Queue()
+    running = asyncio.create_task(server.run_until_signal(drain_timeout_s=60, stop_other_port=left.put))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(left.get(), WAIT_S) == 60
+    assert not running.done(), "the stream still runs"
+    servicer.release.set()
+    assert [item.iter async for item in call] == [1, 2]
+    await asyncio.wait_for(running, WAIT_S)
+
+
+async def test_calls_are_served_for_a_while_after_sigterm(kind: str) -> None:
+    progress = Progress()
+    server, _ = await serve(kind, raising(), progress)
+    running = asyncio.create_task(server.run_until_signal(drain_timeout_s=2 * WAIT_S, drain_delay_s=2 * WAIT_S))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(server.leaving.wait(), WAIT_S)
+    assert await check(server.port) == health_pb2.HealthCheckResponse.NOT_SERVING
+    async with open_channel(f"127.0.0.1:{server.port}") as channel:
+        stub: Any = service_pb2_grpc.MidstreamStub(channel)
+        assert (await stub.Abort(loads_pb2.AbortRequest(), timeout=WAIT_S)).was_running
+    assert not server.draining.is_set()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running, WAIT_S)
+    assert server.draining.is_set()
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
+async def test_ctrl_c_and_a_second_signal_end_without_delay(kind: str, numbers: list[signal.Signals]) -> None:
+    server, _ = await serve(kind, raising())
+    running = asyncio.create_task(server.run_until_signal(drain_timeout_s=2 * WAIT_S, drain_delay_s=2 * WAIT_S))
+    await asyncio.sleep(0)
+    for number in numbers:
+        os.kill(os.getpid(), number)
+        await asyncio.wait_for(server.leaving.wait(), WAIT_S)
+    await asyncio.wait_for(running, WAIT_S)
+
+
+async def test_the_delay_is_part_of_the_drain_time(kind: str) -> None:
+    server, _ = await serve(kind, raising())
     left: list[float] = []
 
-    async def then(seconds: float) -> None:
+    async def stop_other_port(seconds: float) -> None:
         left.append(seconds)
 
-    running = asyncio.create_task(server.run_until_signal(drain_timeout_s=0.1, then=then))
+    running = asyncio.create_task(
+        server.run_until_signal(drain_timeout_s=0.2, drain_delay_s=60, stop_other_port=stop_other_port)
+    )
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(running, WAIT_S)
-    assert left == [0], "the stream has used it up"
-    call.cancel()
+    assert left == [0]
 
 
 async def test_a_second_signal_also_ends_the_draining_of_another_port(kind: str) -> None:
@@ -262,7 +304,7 @@ async def test_a_second_signal_also_ends_the_draining_of_another_port(kind: str)
             ended.set()
         await ended.wait()
 
-    running = asyncio.create_task(server.run_until_signal(drain_timeout_s=60, then=then))
+    running = asyncio.create_task(server.run_until_signal(drain_timeout_s=60, stop_other_port=then))
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(begun.wait(), WAIT_S)

@@ -36,7 +36,11 @@ WAITING: dict[str, dict[str, object]] = {
     },
     "/v1/completions": {"choices": [{"index": 0, "text": "", "logprobs": None, "finish_reason": None}]},
     "/v1/responses": {"type": "keepalive", "sequence_number": 1},
-    "/v1/messages": {"type": "ping"},
+    "/v1/messages": {
+        "type": "message_delta",
+        "delta": {"stop_reason": None, "stop_sequence": None},
+        "usage": {"output_tokens": 0},
+    },
 }
 
 
@@ -87,7 +91,7 @@ async def test_every_api_sends_its_own_form_until_there_is_output(
     kept: list[dict[str, Any]] = []
     opening: list[dict[str, Any]] = []
     async for _, event in found:
-        is_kept = event | WAITING[path] == event and (path != "/v1/messages" or len(opening) > 1)
+        is_kept = event | WAITING[path] == event
         (kept if is_kept else opening).append(event)
         if len(kept) == 3:
             break
@@ -131,12 +135,17 @@ async def test_official_clients_ignore_them(cluster: Cluster, router: Part, toke
     assert router.http is not None
     url = f"http://127.0.0.1:{router.http.port}"
     scheduler, hello = cluster.scheduler, tokenizer.encode("Hello")
+    kinds: list[str] = []  # of the events of /v1/messages
 
     async def answer_late() -> None:
         await scheduler.until(lambda: len(scheduler.requests) == 3)
         await asyncio.sleep(4 * INTERVAL_S)
+        await until(lambda: "message_delta" in kinds)
         for request_id in scheduler.requests:
             scheduler.emit(request_id, hello)
+        await asyncio.sleep(4 * INTERVAL_S)
+        await until(lambda: "content_block_delta" in kinds and kinds[-1] == "message_delta")
+        for request_id in scheduler.requests:
             scheduler.end(request_id, pb.FINISH_REASON_STOP)
 
     async def chat(client: openai.AsyncOpenAI) -> str:
@@ -152,24 +161,37 @@ async def test_official_clients_ignore_them(cluster: Cluster, router: Part, toke
     async def message(client: anthropic.AsyncAnthropic) -> str:
         turns: Any = CHAT["messages"]
         async with client.messages.stream(model="smollm2", max_tokens=9, messages=turns) as stream:
-            return str(await stream.get_final_text())
+            async for event in stream:
+                kinds.append(event.type)  # noqa: PERF401 (it is read while it grows)
+            final = await stream.get_final_message()
+        assert (final.stop_reason, final.usage.output_tokens, len(final.content)) == ("end_turn", len(hello), 1)
+        return str(await stream.get_final_text())
 
     async with client_of(router) as one, anthropic.AsyncAnthropic(base_url=url, api_key="none") as other:
         *answers, _ = await asyncio.gather(chat(one), respond(one), message(other), answer_late())
     assert answers == ["Hello"] * 3
 
 
-async def test_a_stream_begins_while_its_request_is_not_accepted_yet(cluster: Cluster, post: Post) -> None:
+@pytest.mark.parametrize(
+    ("path", "waiting", "error_type"),
+    [
+        ("/v1/chat/completions", ": keep-alive\n\n", "service_unavailable_error"),
+        ("/v1/messages", 'event: ping\ndata: {"type":"ping"}\n\n', "overloaded_error"),
+    ],
+)
+async def test_a_stream_begins_while_its_request_is_not_accepted_yet(
+    cluster: Cluster, post: Post, path: str, waiting: str, error_type: str
+) -> None:
     await cluster.scheduler.stop()
     router = await cluster.add_router(
         await cluster.add_detokenizer(), keepalive_interval_s=INTERVAL_S, unavailable_timeout_s=10 * INTERVAL_S
     )
-    reader = await post(router, "/v1/chat/completions", CHAT)
+    reader = await post(router, path, BODIES[path])
     assert b" 200 " in await reader.readline()
     answer = (await reader.read()).decode()
-    assert answer.count(": keep-alive\n\n") > 1
+    assert answer.count(waiting) > 1
     error = json.loads("{" + answer.rpartition("data: {")[2].partition("\n")[0])["error"]
-    assert error["type"] == "service_unavailable_error"
+    assert error["type"] == error_type
 
 
 async def test_native_streams_get_headers_and_messages_without_output(

@@ -11,6 +11,7 @@ import json
 import signal
 import socket
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from midstream.client import AsyncClient, Result
 from midstream.config import RouterConfig
 from midstream.model.tokenizer import Tokenizer
 from midstream.rpc.serving import open_channel
-from protos import generation_pb2, service_pb2_grpc
+from protos import generation_pb2, loads_pb2, service_pb2_grpc
 from router import __main__ as router
 from tests.detokenizer.scripted_scheduler import ScriptedScheduler, scripted_scheduler
 from tests.ports import free_ports
@@ -227,28 +228,34 @@ async def test_routers_share_ports(start: Start) -> None:
 async def test_a_draining_router_leaves_the_shared_ports_at_once(
     scheduler: tuple[ScriptedScheduler, str], start: Start
 ) -> None:
-    """Even while a draining router waits for its gRPC calls to end, new connections to the shared ports and the next
-    calls of idle ones go to other routers.
+    """While the router still serves its own ports, new connections to the shared ports and the next calls of idle ones
+    go to other routers.
     """
     feed, _ = scheduler
     shared = free_ports(2)
     ports = ("--shared-port", str(shared[0]), "--shared-http-port", str(shared[1]))
-    leaving = await start("router", "--detokenizers", (await start("detokenizer")).address, *ports)
+    delay = ("--drain-delay-s", "120", "--drain-timeout-s", "120")
+    leaving = await start("router", "--detokenizers", (await start("detokenizer")).address, *ports, *delay)
     async with AsyncClient([leaving.address]) as client, contextlib.AsyncExitStack() as opened:
         running = asyncio.ensure_future(client.generate(token_ids=[5], request_id="r").result())
         await feed.until(lambda: "r" in feed.requests)
-        idle, new, own = [await open_http(opened, port) for port in (shared[1], shared[1], leaving.http_port)]
-        for connection in (idle, own):
-            assert "connection: close" not in await ask(*connection)
+        idle, new = [await open_http(opened, port) for port in (shared[1], shared[1])]
+        assert "connection: close" not in await ask(*idle)
         leaving.process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(idle[0].read(), 60) == b""
         assert "connection: close" in await ask(*new)
-        assert "connection: close" not in await ask(*own)
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            await asyncio.to_thread(leaving.get, "/health")
         found = psutil.Process(leaving.process.pid).net_connections("tcp")
         listening = {entry.laddr.port for entry in found if entry.status == psutil.CONN_LISTEN}
-        assert listening == {leaving.http_port}
-        feed.end("r")
-        await running
+        assert listening == {leaving.port, leaving.http_port}
+        async with AsyncClient([leaving.address]) as other:
+            late = asyncio.ensure_future(other.generate(token_ids=[5], request_id="late").result())
+            await feed.until(lambda: "late" in feed.requests)
+            for request_id in ("r", "late"):
+                feed.end(request_id)
+            await asyncio.gather(running, late)
+    leaving.process.send_signal(signal.SIGTERM)
     assert await asyncio.wait_for(leaving.process.wait(), 60) == 0
 
 
@@ -293,3 +300,19 @@ async def test_a_router_receives_no_larger_messages_than_its_model_needs() -> No
     assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     signal.raise_signal(signal.SIGTERM)
     await asyncio.wait_for(serving, 60)
+
+
+async def test_requests_that_arrive_before_schedulers_are_discovered_wait(
+    scheduler: tuple[ScriptedScheduler, str],
+) -> None:
+    """The other scheduler does not answer whether it is the active one."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port, http_port = free_ports(2)
+        targets = f"one-of:{scheduler[1]}|127.0.0.1:{other.getsockname()[1]}"
+        serving = asyncio.create_task(router.serve(RouterConfig(port=port, http_port=http_port, schedulers=targets)))
+        async with open_channel(f"127.0.0.1:{port}") as channel:
+            stub: Any = service_pb2_grpc.MidstreamStub(channel)
+            info = await stub.GetModelInfo(loads_pb2.GetModelInfoRequest(), wait_for_ready=True, timeout=60)
+        assert info.model == "smollm2"
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.wait_for(serving, 60)

@@ -37,6 +37,8 @@ _MAX_PING_STRIKES = 2
 # Maximum number of unread replies that a client may cause, in addition to one per concurrent call.
 _MAX_UNWRITTEN_REPLIES = 1000
 _CLOSE_S = 2.0
+# Time in which a client acknowledges that it will make no more calls here.
+_GOAWAY_S = 2.0
 # Time limit for sending the rest of a message before the call's status.
 _LAST_BYTES_S = 30.0
 _NEVER = float("-inf")
@@ -73,10 +75,12 @@ class Connection(asyncio.Protocol):
         waiting: Calls that have not started, in order.
         num_running: Number of tasks that run methods.
         num_unwritten: Number of bytes that will be written at the end of the event loop's iteration.
+        is_shared: Whether it was made to a port that other processes share.
     """
 
-    def __init__(self, owner: Owner, on_lost: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, owner: Owner, on_lost: Callable[[], None] = lambda: None, *, is_shared: bool = False) -> None:
         """Create a connection; `on_lost` is called at its end."""
+        self.is_shared = is_shared
         self.limits = owner.limits
         self.peer = "unknown"
         self.auth_context: Mapping[str, Iterable[bytes]] = {}
@@ -103,6 +107,7 @@ class Connection(asyncio.Protocol):
         self._known_heads: dict[_Headers, Head] = {}
         self._last_stream = 0
         self._last_accepted = wire.MAX_STREAM
+        self._ending: asyncio.TimerHandle | None = None  # runs once the client was asked to make no more calls
         self._window = self._initial_window = wire.DEFAULT_WINDOW
         self._max_frame = wire.DEFAULT_FRAME
         self._room = _CONNECTION_WINDOW
@@ -160,7 +165,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._is_closed = True
-        for handle in (self._timer, self._continuation):
+        for handle in (self._timer, self._continuation, self._ending):
             if handle is not None:
                 handle.cancel()
         self._out.clear()
@@ -225,13 +230,20 @@ class Connection(asyncio.Protocol):
     # For the server
 
     def go_away(self) -> None:
-        """Ask the client to make no more calls here. Calls that it has sent in the meantime are rejected."""
+        """Ask the client to make no more calls here. Calls that it makes before it has learned of this are served."""
+        if self._is_closed or self._ending is not None:
+            return
+        self._ending = self._loop.call_later(_GOAWAY_S, self._accept_no_more)
+        # The number of the last accepted call is sent only once the client has acknowledged this first GOAWAY: proxies
+        # fail a call that they have sent with a higher number.
+        self._put(wire.goaway(wire.MAX_STREAM, ErrorCode.NO_ERROR, b"server is stopping"))
+        self._put(wire.frame(wire.PING, 0, 0, _GOAWAY_PING))
+
+    def _accept_no_more(self) -> None:
         if self._is_closed or self._last_accepted != wire.MAX_STREAM:
             return
         self._last_accepted = self._last_stream
-        # The number of the last accepted call is sent only once the client has acknowledged this first GOAWAY.
-        self._put(wire.goaway(wire.MAX_STREAM, ErrorCode.NO_ERROR, b"server is stopping"))
-        self._put(wire.frame(wire.PING, 0, 0, _GOAWAY_PING))
+        self._put(wire.goaway(self._last_accepted, ErrorCode.NO_ERROR, b"server is stopping"))
         self._close_if_unused()
 
     def close(self, code: ErrorCode = ErrorCode.NO_ERROR, reason: str = "") -> None:
@@ -533,9 +545,8 @@ class Connection(asyncio.Protocol):
         if len(body) != 8:
             raise ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "invalid length of PING")
         if flags & wire.ACK:
-            if body == _GOAWAY_PING and self._last_accepted != wire.MAX_STREAM:
-                self._put(wire.goaway(self._last_accepted, ErrorCode.NO_ERROR, b"server is stopping"))
-                self._close_if_unused()
+            if body == _GOAWAY_PING and self._ending is not None:
+                self._accept_no_more()
             return
         if self._heard_at - self._pinged_at < self.limits.min_ping_interval_s:
             self._num_strikes += 1

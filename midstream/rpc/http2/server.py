@@ -43,8 +43,9 @@ class _Details(grpc.HandlerCallDetails):
 class _Listener:
     """A listening socket."""
 
-    def __init__(self, listener: socket.socket, tls: Tls | None) -> None:
+    def __init__(self, listener: socket.socket, tls: Tls | None, *, is_shared: bool) -> None:
         self.socket = listener
+        self.is_shared = is_shared
         self.tls = tls
         self.context = tls.grpc_context() if tls is not None else None
 
@@ -67,7 +68,7 @@ class GrpcServer(grpc.aio.Server):
         self._methods: dict[str, _Handler] = {}
         self._generic: list[grpc.GenericRpcHandler] = []
         self._listeners: list[_Listener] = []
-        self._is_started = self._is_stopping = False
+        self._is_started = self._is_stopping = self._is_closing = self._has_left_shared_ports = False
         self._accepted: dict[socket.socket, str] = {}  # address by connection, including TLS handshakes
         self._num_of_host = Counter[str]()
         self._turns: dict[Connection, None] = {}  # connections with calls that have not started
@@ -125,7 +126,7 @@ class GrpcServer(grpc.aio.Server):
                 port = listener.getsockname()[1]
                 listener.listen(socket.SOMAXCONN)
                 listener.setblocking(False)
-                added.append(_Listener(listener, tls))
+                added.append(_Listener(listener, tls, is_shared=is_shared))
             opened.pop_all()
         self._listeners += added
         if self._is_started:
@@ -137,19 +138,21 @@ class GrpcServer(grpc.aio.Server):
         self._listen(self._listeners)
 
     async def stop(self, grace: float | None) -> None:
-        """Refuse new calls, and give those in progress up to `grace` seconds; then cancel them.
+        """Accept no more connections, ask clients to make no more calls, and give those in progress up to `grace`
+        seconds; then cancel them.
 
         It may be called again, with a shorter time.
         """
         if not self._is_stopping:
+            self._close_listeners(self._listeners)
             self._is_stopping = True
-            self._close_listeners()
             for connection in tuple(self.connections):
                 connection.go_away()
             self._check_stopped()
         if grace:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopped.wait(), grace)
+        self._is_closing = True
         for task in self._opening:
             task.cancel()
         for connection in tuple(self.connections):
@@ -160,6 +163,16 @@ class GrpcServer(grpc.aio.Server):
             await asyncio.wait(tuple(self._tasks))
         self._check_stopped()
         await self._stopped.wait()
+
+    def leave_shared_ports(self) -> None:
+        """Accept no more connections on shared ports, and ask their clients to make no more calls here, so that they
+        reach other processes.
+        """
+        self._has_left_shared_ports = True
+        self._close_listeners([listener for listener in self._listeners if listener.is_shared])
+        for connection in tuple(self.connections):
+            if connection.is_shared:
+                connection.go_away()
 
     async def wait_for_termination(self, timeout: float | None = None) -> bool:  # noqa: ASYNC109 (as in grpc.aio)
         """Wait up to `timeout` seconds for the server to stop; return whether it is still running."""
@@ -177,10 +190,13 @@ class GrpcServer(grpc.aio.Server):
     # For connections
 
     def add(self, connection: Connection) -> bool:
-        """Add a connection; return False if the server is stopping."""
-        if self._is_stopping:
+        """Add a connection; return False if its calls would not be served."""
+        if self._is_closing:
             return False
         self.connections[connection] = None
+        if self._is_stopping or (connection.is_shared and self._has_left_shared_ports):
+            # It was accepted before, and its client may already have sent a call.
+            asyncio.get_running_loop().call_soon(connection.go_away)
         return True
 
     def remove(self, connection: Connection) -> None:
@@ -206,15 +222,19 @@ class GrpcServer(grpc.aio.Server):
         for listener in listeners:
             asyncio.get_running_loop().add_reader(listener.socket, self._accept, listener)
 
-    def _close_listeners(self) -> None:
-        for listener in self._listeners:
+    def _close_listeners(self, listeners: Iterable[_Listener]) -> None:
+        for listener in tuple(listeners):
+            if self._is_started:
+                # Closing the port resets the connections that wait to be accepted, after their clients may have sent a
+                # call: proxies would not send it again.
+                self._accept(listener, socket.SOMAXCONN)
             asyncio.get_running_loop().remove_reader(listener.socket)
             listener.socket.close()
-        self._listeners.clear()
+            self._listeners.remove(listener)
 
-    def _accept(self, listener: _Listener) -> None:
+    def _accept(self, listener: _Listener, limit: int = _MAX_ACCEPTED_PER_TURN) -> None:
         loop = asyncio.get_running_loop()
-        for _ in range(_MAX_ACCEPTED_PER_TURN):
+        for _ in range(limit):
             try:
                 found, address = listener.socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -237,7 +257,7 @@ class GrpcServer(grpc.aio.Server):
             task.add_done_callback(functools.partial(self._opened, found))
 
     def _accept_again(self, listener: _Listener) -> None:
-        if not self._is_stopping:
+        if listener in self._listeners:
             self._listen([listener])
 
     def _release(self, found: socket.socket) -> None:
@@ -253,7 +273,7 @@ class GrpcServer(grpc.aio.Server):
         if listener.tls is not None:
             listener.tls.refresh()
         await asyncio.get_running_loop().connect_accepted_socket(
-            lambda: Connection(self, functools.partial(self._release, found)),
+            lambda: Connection(self, functools.partial(self._release, found), is_shared=listener.is_shared),
             found,
             ssl=context,
             ssl_handshake_timeout=self.limits.handshake_timeout_s if context is not None else None,
@@ -262,6 +282,7 @@ class GrpcServer(grpc.aio.Server):
     def _opened(self, found: socket.socket, task: asyncio.Task[None]) -> None:
         """Close a connection if opening it failed or was canceled, possibly before its task began."""
         self._opening.discard(task)
+        self._check_stopped()
         error = None if task.cancelled() else task.exception()
         if error is None and not task.cancelled():
             return
@@ -337,7 +358,7 @@ class GrpcServer(grpc.aio.Server):
         return next((found for generic in self._generic if (found := generic.service(details)) is not None), None)
 
     def _check_stopped(self) -> None:
-        if self._is_stopping and not self.connections and not self._tasks:
+        if self._is_stopping and not self.connections and not self._tasks and not self._opening:
             self._stopped.set()
 
 

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from midstream.chunk import Chunk, Usage
-from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
+from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError
 from protos import generation_pb2 as pb
 from router.pipeline.generation import FrontDoor, Output
 from router.pipeline.idempotency import HEADER, check_key, make_repeatable, request_id_of
@@ -22,7 +22,7 @@ from router.protocols.anthropic.endpoints import Endpoint, error_response, mappe
 from router.protocols.anthropic.errors import error_body
 from router.protocols.anthropic.models import serves_models
 from router.protocols.anthropic.request import MessagesJob, read_messages
-from router.protocols.anthropic.shapes import PING, Fields, MessageWriter, usage_fields
+from router.protocols.anthropic.shapes import NO_CHANGE, PING, Fields, MessageWriter, usage_fields
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel, SequenceReader, keep_prefix
 from router.protocols.fields import ignored_header
@@ -56,8 +56,6 @@ class MessagesApi:
         return [*routes, Route(f"{_PATH}/{{rest:path}}", mapped(self._missing), methods=["GET", "POST", "DELETE"])]
 
     async def _create(self, request: Request, request_id: str) -> Response:
-        if self._front.draining.is_set():
-            raise UnavailableError("this router is draining")
         with self._front.counting_failures("chat"):
             job = await self._job(request, needs_limit=True)
         native = job.conversation.request
@@ -132,6 +130,7 @@ class _Reply(StreamedResponse):
         self._job = job
         self._prepare = prepare
         self._num_kept = 0
+        self._has_begun = False  # whether the message has begun in the stream
         self._native = job.conversation.request
         self._id = self._native.request_id
         self._stop_words = list(self._native.stopping.stop_words)
@@ -161,7 +160,7 @@ class _Reply(StreamedResponse):
         return {"request-id": quote(self._id, safe=""), **ignored_header(self._job.ignored)}
 
     def keep_alive(self) -> str:
-        return _lines([PING])
+        return _lines([NO_CHANGE if self._has_begun else PING])
 
     def refusal(self, error: MidstreamError) -> Response:
         """Return an error in Anthropic's format."""
@@ -181,6 +180,7 @@ class _Reply(StreamedResponse):
 
     async def _stream(self, output: Output, reader: SequenceReader, events: EventStream) -> None:
         await events.write(_lines(self._writer.begin(self._job.conversation.num_prompt_tokens)))
+        self._has_begun = True
         while not output.is_final:
             for chunk in await output.take():
                 written = self._writer.add(reader.read(chunk.text, is_final=chunk.is_sequence_final))

@@ -10,9 +10,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from midstream.errors import MidstreamError
-from router.protocols.anthropic.errors import error_body, headers, http_status
+from router.protocols.anthropic.errors import error_body, http_status
 from router.protocols.openai.endpoints import shown
 from router.protocols.openai.errors import Names
+from router.protocols.retries import retry_headers
 
 # Handles a request, given an id for it.
 Endpoint = Callable[[Request, str], Awaitable[Response]]
@@ -36,4 +37,5 @@ def mapped(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
 def error_response(error: MidstreamError, request_id: str = "", names: Names | None = None) -> Response:
     """Return an error in Anthropic's format; `names` are the client's names for native fields."""
     body = error_body(error, request_id, names)
-    return JSONResponse(body, http_status(error), headers=headers(error, quote(request_id)))
+    named = {"request-id": quote(request_id)} if request_id else {}
+    return JSONResponse(body, http_status(error), headers=named | retry_headers(error))

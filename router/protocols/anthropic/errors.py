@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
-from midstream.errors import ContextLengthError, MidstreamError, OverloadedError, StatusCode
+from midstream.errors import ContextLengthError, MidstreamError, StatusCode
 from router.protocols.openai.errors import Names, param_of
 
 _STATUSES: dict[StatusCode, tuple[int, str]] = {
@@ -25,14 +23,6 @@ _PARAMS = {"stop": "stop_sequences", "response_format": "output_config.format", 
 
 def http_status(error: MidstreamError) -> int:
     return _STATUSES.get(error.code, (500, ""))[0]
-
-
-def headers(error: MidstreamError, request_id: str = "") -> dict[str, str]:
-    """Return the headers with the request id and the retry delay."""
-    found = {"request-id": request_id} if request_id else {}
-    if isinstance(error, OverloadedError):
-        found["retry-after"] = str(math.ceil(error.retry_after_ms / 1000))
-    return found
 
 
 def error_body(error: MidstreamError, request_id: str = "", names: Names | None = None) -> dict[str, object]:

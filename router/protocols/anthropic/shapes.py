@@ -12,8 +12,15 @@ from router.parsers.machine import parse_json
 from router.protocols.kind_change import kind_change_of
 
 Fields = dict[str, object]
-# An event without meaning, which clients count as activity.
+# An event without meaning. Not all clients count it as activity.
 PING: Fields = {"type": "ping"}
+# An event within a message that changes nothing, and that all clients count as activity. The last event replaces the
+# number of tokens; it is 0 because some clients (langchain-anthropic) add the numbers of all events.
+NO_CHANGE: Fields = {
+    "type": "message_delta",
+    "delta": {"stop_reason": None, "stop_sequence": None},
+    "usage": {"output_tokens": 0},
+}
 
 
 class MessageWriter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import re
@@ -12,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from midstream.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from midstream.errors import InvalidArgumentError, NotFoundError
 from router.authentication import current_caller
 from router.pipeline.client_documents import ClientDocuments
 from router.pipeline.idempotency import HEADER, check_key
@@ -45,7 +44,6 @@ class BatchesApi:
         batches: Batches,
         leases: Leases,
         bodies: BodyReader,
-        draining: asyncio.Event,
         file_ttl_s: int,
     ) -> None:
         self._documents = documents
@@ -53,7 +51,6 @@ class BatchesApi:
         self._batches = batches
         self._leases = leases
         self._bodies = bodies
-        self._draining = draining
         self._file_ttl_s = file_ttl_s
 
     def routes(self) -> list[Route]:
@@ -67,8 +64,6 @@ class BatchesApi:
         return [Route(path, mapped(endpoint, query), methods=[method]) for method, path, endpoint, query in endpoints]
 
     async def _create(self, request: Request) -> Response:
-        if self._draining.is_set():
-            raise UnavailableError("this router is draining")
         owner = current_caller.get().owner
         body = await self._bodies.read(request, lambda body: body)
         batch = self._read(body)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 
@@ -10,7 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
+from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError
 from router.authentication import current_caller
 from router.pipeline.client_documents import ClientDocuments
 from router.pipeline.idempotency import HEADER, check_key
@@ -29,13 +28,10 @@ _MAX_LISTED = 1000
 class FilesApi:
     """Serves /v1/files."""
 
-    def __init__(
-        self, documents: ClientDocuments, files: Files, draining: asyncio.Event, *, max_file_bytes: int, ttl_s: int
-    ) -> None:
+    def __init__(self, documents: ClientDocuments, files: Files, *, max_file_bytes: int, ttl_s: int) -> None:
         """`ttl_s` is how long a file is stored, unless its upload sets a shorter time."""
         self._documents = documents
         self._files = files
-        self._draining = draining
         self._max_file_bytes = max_file_bytes
         self._ttl_s = ttl_s
 
@@ -53,8 +49,6 @@ class FilesApi:
     async def _upload(self, request: Request) -> Response:
         from router.protocols.batches.upload import Form
 
-        if self._draining.is_set():
-            raise UnavailableError("this router is draining")
         owner, created_at = current_caller.get().owner, int(time.time())
         form = Form(request.headers.get("content-type", ""))
         contents = form.file(request.stream())

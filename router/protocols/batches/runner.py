@@ -82,7 +82,7 @@ class BatchRunner:
         files: Files,
         batches: Batches,
         leases: Leases,
-        draining: asyncio.Event,
+        leaving: asyncio.Event,
         metrics: Metrics,
         caller_of: Callable[[str], Caller | None],
         *,
@@ -92,7 +92,7 @@ class BatchRunner:
         """Prepare the runner; `run` runs the batches.
 
         Args:
-            draining: Set when this router accepts no more work.
+            leaving: Set when this router should get no more work.
             caller_of: Returns a batch's owner by name; None if the owner is no longer authorized.
             max_lines: Maximum number of concurrent lines of all batches together.
             max_body_bytes: Maximum size of the body of a call.
@@ -102,7 +102,7 @@ class BatchRunner:
         self._files = files
         self._batches = batches
         self._leases = leases
-        self._draining = draining
+        self._leaving = leaving
         self._caller_of = caller_of
         self._slots = asyncio.Semaphore(max_lines)
         self._max_line_bytes = max_body_bytes + _MAX_HEAD_BYTES
@@ -113,7 +113,7 @@ class BatchRunner:
 
     async def run(self) -> None:
         try:
-            while not self._draining.is_set():
+            while not self._leaving.is_set():
                 for cell in list(self._cells.cells.values()):
                     free = _MAX_BATCHES - len(self._running)
                     for lease in await self._leases.take(cell, set(self._running), free):

@@ -36,22 +36,22 @@ def batch_service(
     app: ASGIApp,
     cells: Cells,
     bodies: BodyReader,
-    draining: asyncio.Event,
+    leaving: asyncio.Event,
     metrics: Metrics,
     caller_of: Callable[[str], Caller | None],
 ) -> BatchService:
     """Return the service; `app` serves the endpoints that lines call. See BatchRunner."""
     documents = ClientDocuments(cells)
     files, batches, leases = Files(documents), Batches(documents), Leases(documents)
-    files_api = FilesApi(documents, files, draining, max_file_bytes=config.max_file_bytes, ttl_s=config.file_ttl_s)
-    batches_api = BatchesApi(documents, files, batches, leases, bodies, draining, config.file_ttl_s)
+    files_api = FilesApi(documents, files, max_file_bytes=config.max_file_bytes, ttl_s=config.file_ttl_s)
+    batches_api = BatchesApi(documents, files, batches, leases, bodies, config.file_ttl_s)
     runner = BatchRunner(
         app,
         cells,
         files,
         batches,
         leases,
-        draining,
+        leaving,
         metrics,
         caller_of,
         max_lines=config.max_batch_lines,

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from midstream.chunk import Usage
-from midstream.errors import UnavailableError, UnsupportedError
+from midstream.errors import UnsupportedError
 from router.pipeline.embedder import Embedder, Pair, Vector, VectorShape, dot
 from router.pipeline.idempotency import HEADER, check_key, check_no_id, request_id_of
 from router.protocols.body_reader import BodyReader
@@ -113,8 +113,6 @@ class EmbeddingsApi:
         compute: Callable[[_JobT, str], Awaitable[tuple[_FoundT, Usage]]],
         answer: Callable[[_JobT, _FoundT, Usage], _Answer],
     ) -> Response:
-        if self._front.draining.is_set():
-            raise UnavailableError("this router is draining")
         key = check_key(request.headers.get(HEADER))
         with self._front.counting_failures("embeddings"):
             job = await self._bodies.read(request, read)

@@ -80,11 +80,11 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: object) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=not self._front.draining.is_set())
+        return pb.ServerReadyResponse(ready=not self._front.leaving.is_set())
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: object) -> pb.ModelReadyResponse:
         known = request.name in (_ALIAS, self._model.name) and request.version in ("", _VERSION)
-        return pb.ModelReadyResponse(ready=known and not self._front.draining.is_set())
+        return pb.ModelReadyResponse(ready=known and not self._front.leaving.is_set())
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: object) -> pb.ServerMetadataResponse:
         """Return the server's name, version and extensions."""
@@ -164,7 +164,11 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        """Run requests as they arrive; a failed request gets its own error response and does not affect the others."""
+        """Run requests as they arrive; a failed request gets its own error response and does not affect the others.
+
+        When the router drains, the call ends with UNAVAILABLE once the requests that have been read are answered.
+        """
+        stream = self._slots.stream(request_iterator)
         responses: asyncio.Queue[pb.ModelStreamInferResponse | None] = asyncio.Queue(_MAX_WAITING)
         failure: MidstreamError | None = None
 
@@ -173,17 +177,21 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             try:
                 async with asyncio.TaskGroup() as group:
                     try:
-                        async for request, ended in self._slots.stream(request_iterator).requests():
+                        async for request, ended in stream.requests():
                             task = group.create_task(self._stream(request, responses, context.time_remaining()))
                             task.add_done_callback(ended)
-                    except OverloadedError as error:  # raised only while no request runs
-                        failure = error
+                    except (OverloadedError, UnavailableError) as error:
+                        failure = error  # raised once the requests that run have ended
             except* Exception:  # raised by gRPC: errors of requests are sent in the stream
                 logger.debug("a request stream failed", exc_info=True)
                 failure = InvalidArgumentError("the message is not a ModelInferRequest")
             await responses.put(None)
 
-        reading = asyncio.create_task(read())
+        async def end_when_draining() -> None:
+            await self._front.draining.wait()
+            stream.refuse(UnavailableError, "this router is draining; make the call again")
+
+        reading, ending = asyncio.create_task(read()), asyncio.create_task(end_when_draining())
         try:
             while (response := await responses.get()) is not None:
                 yield response
@@ -192,7 +200,8 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         finally:
             failure = None  # its traceback holds this frame, so the call would stay in memory until a full collection
             reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            ending.cancel()
+            await asyncio.gather(reading, ending, return_exceptions=True)
 
     async def _stream(
         self,
@@ -289,8 +298,6 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
     def _check(self, request: pb.ModelInferRequest) -> Parameters:
         self._check_model(request.model_name, request.model_version)
-        if self._front.draining.is_set():
-            raise UnavailableError("this router is draining")
         return read_parameters(request)
 
     def _read(self, request: pb.ModelInferRequest) -> tuple[dict[str, InputTensor], frozenset[str]]:

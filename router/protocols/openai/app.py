@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
-from midstream.errors import InvalidArgumentError, MidstreamError, UnavailableError
+from midstream.errors import InvalidArgumentError, MidstreamError
 from midstream.telemetry import Metrics
 from protos import generation_pb2 as pb
 from router.pipeline.generation import FrontDoor
@@ -29,11 +29,12 @@ from router.protocols.fields import CHAT, COMPLETIONS, TOKENIZE, ignored_fields,
 from router.protocols.long_json import render_long_json
 from router.protocols.openai.body import Body
 from router.protocols.openai.endpoints import Endpoint, error_response, mapped
-from router.protocols.openai.errors import Names, error_body, headers, http_status
+from router.protocols.openai.errors import Names, error_body, http_status
 from router.protocols.openai.jobs import Job, Vocabulary, chat_job, completion_job
 from router.protocols.openai.models import Models
 from router.protocols.openai.openapi import document
 from router.protocols.openai.reply import Reply
+from router.protocols.retries import retry_headers
 from router.protocols.streaming import CompleteResponse
 
 # A response with more tokens than this is rendered in a thread.
@@ -96,9 +97,6 @@ class OpenAiApi:
         return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
     async def _generate(self, request: Request, make: Callable[[Body, Vocabulary], Job]) -> Response:
-        if self._front.draining.is_set():
-            raise UnavailableError("this router is draining")
-
         key = check_key(request.headers.get(HEADER))
         context = contextvars.copy_context()  # large bodies are read in a thread
 
@@ -187,7 +185,7 @@ def _health_answer(problems: list[str]) -> Response:
 
 async def refuse(error: MidstreamError, scope: Scope, receive: Receive, send: Send) -> None:
     """Send `error` for a request that does not reach an endpoint."""
-    await JSONResponse(error_body(error), http_status(error), headers=headers(error))(scope, receive, send)
+    await JSONResponse(error_body(error), http_status(error), headers=retry_headers(error))(scope, receive, send)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

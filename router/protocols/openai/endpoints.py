@@ -10,7 +10,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
-from router.protocols.openai.errors import Names, error_body, headers, http_status
+from router.protocols.openai.errors import Names, error_body, http_status
+from router.protocols.retries import retry_headers
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,9 @@ def error_response(error: MidstreamError, names: Names | None = None, request_id
         names: The client's names for native fields.
         request_id: Id of the request that failed; empty if there is none yet.
     """
-    return JSONResponse(error_body(error, names), http_status(error), headers=headers(error) | id_header(request_id))
+    return JSONResponse(
+        error_body(error, names), http_status(error), headers=retry_headers(error) | id_header(request_id)
+    )
 
 
 def id_header(request_id: str) -> dict[str, str]:

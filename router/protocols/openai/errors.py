@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
-from midstream.errors import ContextLengthError, MidstreamError, OverloadedError, StatusCode
+from midstream.errors import ContextLengthError, MidstreamError, StatusCode
 
 _STATUSES: dict[StatusCode, tuple[int, str]] = {
     StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
@@ -47,13 +46,6 @@ _PARAMS = {
 
 def http_status(error: MidstreamError) -> int:
     return _STATUSES.get(error.code, (500, ""))[0]
-
-
-def headers(error: MidstreamError) -> dict[str, str]:
-    """Return the headers with the retry delay in seconds and, as OpenAI's clients prefer, in milliseconds."""
-    if not isinstance(error, OverloadedError):
-        return {}
-    return {"retry-after": str(math.ceil(error.retry_after_ms / 1000)), "retry-after-ms": str(error.retry_after_ms)}
 
 
 def error_body(error: MidstreamError, names: Names | None = None) -> dict[str, object]:

@@ -169,7 +169,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
     async def Health(self, request: oe.HealthRequest, context: object) -> oe.HealthResponse:
         """Return the health of the router and its schedulers; on request, test whether a token can be generated."""
         checks = [oe.HealthCheck(name="grpc", state=oe.HEALTH_STATE_READY), await self._scheduler_check(context)]
-        if self._front.draining.is_set():
+        if self._front.leaving.is_set():
             checks[0].state = oe.HEALTH_STATE_DRAINING
         if request.include_inference_probe:
             checks.append(await self._probe(request.model))

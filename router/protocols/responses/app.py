@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from midstream.chunk import Chunk, Usage
-from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, OutOfRangeError, UnavailableError
+from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, OutOfRangeError
 from protos import generation_pb2 as pb
 from protos import scheduler_pb2
 from router.pipeline.generation import FrontDoor, Output
@@ -115,8 +115,6 @@ class ResponsesApi:
         return [Route(path, mapped(endpoint, query), methods=[method]) for method, path, endpoint, query in endpoints]
 
     async def _create(self, request: Request) -> Response:
-        if self._front.draining.is_set():
-            raise UnavailableError("this router is draining")
         with self._front.counting_failures("chat"):
             return await self._create_reply(request)
 

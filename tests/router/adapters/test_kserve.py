@@ -327,3 +327,32 @@ async def test_an_error_in_a_stream_names_the_tensor_of_the_client(cluster: Clus
 )
 def test_native_fields_have_their_tensors(field: str, given: set[str], name: str) -> None:
     assert tensor_of(field, given) == name
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+async def test_a_stream_ends_with_a_status_when_the_router_drains(cluster: Cluster, is_busy: bool) -> None:
+    """Running requests end first; later ones get no response, so that the client knows that they were not run."""
+    router = await cluster.add_router(await cluster.add_detokenizer())
+    async with grpc.aio.insecure_channel(router.address) as channel:
+        stub = cast("GRPCInferenceServiceAsyncStub", kserve_pb2_grpc.GRPCInferenceServiceStub(channel))
+        call = stub.ModelStreamInfer(timeout=60)
+        await call.write(infer_request())
+        await cluster.scheduler.until(lambda: cluster.scheduler.requests)
+        (request_id,) = cluster.scheduler.requests
+        answers = []
+        if not is_busy:
+            cluster.scheduler.end(request_id)
+            answers.append(await call.read())
+        draining = asyncio.create_task(router.server.stop(drain_timeout_s=60))
+        if is_busy:
+            await router.server.draining.wait()
+            await call.write(infer_request())
+            cluster.scheduler.end(request_id)
+            answers.append(await call.read())
+        assert [answer.error_message for answer in answers] == [""]
+        assert answers[0].infer_response.parameters["triton_final_response"].bool_param
+        with pytest.raises(grpc.aio.AioRpcError, match="draining") as ended:
+            await call.read()
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        await asyncio.wait_for(draining, 60)
+    assert len(cluster.scheduler.requests) == 1
