@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
 from midstream.errors import ConfigError
 from midstream.model.token_bytes import byte_level_alphabet, byte_level_bytes, fallback_byte
@@ -69,14 +67,6 @@ class Tokenizer:
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; unknown ids are skipped."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-    def open_stream(self, before: Sequence[int] = (), *, skip_special_tokens: bool) -> Callable[[int], str | None]:
-        """Return the library's incremental decoder, which is a function from the next token to any text that is now
-        final. It raises an error if the decoder changes text that it returned before. `before` has the tokens whose
-        text was already returned.
-        """
-        stream = DecodeStream(ids=list(before), skip_special_tokens=skip_special_tokens)
-        return functools.partial(stream.step, self._tokenizer)
 
     def token(self, token_id: int) -> str | None:
         """Return the vocabulary entry for an id, in the tokenizer's byte alphabet; None if there is none."""
