@@ -8,10 +8,10 @@ from typing import Any
 
 import tokenizers
 
-from midstream.errors import ConfigError
+from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.model.token_bytes import byte_level_alphabet, byte_level_bytes, fallback_byte
 from midstream.model.tokenizer_check import check_tokenizer
-from midstream.model.tokenizer_file import read_tokenizer
+from midstream.model.tokenizer_file import TokenizerFiles
 
 # Maximum number of ids, since tables have an entry for each id up to the greatest one.
 _MAX_IDS = 1 << 24
@@ -31,7 +31,8 @@ class Tokenizer:
         """Load the tokenizer of the model folder `path`. Raises ConfigError if a file is missing or damaged."""
         file = path / "tokenizer.json"
         try:
-            text = read_tokenizer(file)
+            files = TokenizerFiles(path)
+            text = files.text
             self.decoder: dict[str, Any] = check_tokenizer(file, text).get("decoder") or {}
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except ConfigError:
@@ -41,6 +42,7 @@ class Tokenizer:
             raise ConfigError(f"{file} is not a tokenizer: {error}", field="model") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        self._tokenizer.encode_special_tokens = files.splits_special_tokens
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size: int = max(ids, default=-1) + 1
         if self.vocab_size > _MAX_IDS:
@@ -51,16 +53,20 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`; `add_special_tokens` follows the tokenizer's own rules (usually, it adds a
-        BOS).
+        BOS). Raises InvalidArgumentError, without a field, if the tokenizer has no token for a part of the text.
         """
-        # Of the library's methods, only those for batches release the GIL.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
-        return ids
+        return self._encode(text, add_special_tokens=add_special_tokens)
 
     def encode_pair(self, first: str, second: str) -> list[int]:
-        """Return the token ids of two texts as one input, by the tokenizer's own rules."""
-        (encoding,) = self._tokenizer.encode_batch_fast([(first, second)])
+        """Return the token ids of two texts as one input, by the tokenizer's own rules. Raises as `encode` does."""
+        return self._encode((first, second), add_special_tokens=True)
+
+    def _encode(self, texts: str | tuple[str, str], *, add_special_tokens: bool) -> list[int]:
+        try:
+            # Of the library's methods, only those for batches release the GIL.
+            (encoding,) = self._tokenizer.encode_batch_fast([texts], add_special_tokens=add_special_tokens)
+        except Exception as error:  # noqa: BLE001 (the library raises plain Exception)
+            raise InvalidArgumentError(f"cannot be tokenized by this model: {error}") from None
         ids: list[int] = encoding.ids
         return ids
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -116,9 +117,13 @@ class PromptBuilder:
             prompt = self._images.expand(request.prompt, texts, "prompt")
             self._check_length(prompt, "prompt")
             adds = options.adds_special_tokens is not False
-            ids = await self._run(len(prompt), lambda: self._text_ids(prompt, limit, adds_special_tokens=adds))
+            with _naming("prompt"):
+                ids = await self._run(len(prompt), lambda: self._text_ids(prompt, limit, adds_special_tokens=adds))
         elif kind == "chat":
-            ids = await self._run(_INLINE_CHARACTERS + 1, lambda: self._chat_ids(request.chat, texts, options, limit))
+            with _naming("chat"):
+                ids = await self._run(
+                    _INLINE_CHARACTERS + 1, lambda: self._chat_ids(request.chat, texts, options, limit)
+                )
         else:
             names = "prompt, token_ids, chat and prompt_embeddings"
             raise InvalidArgumentError(f"one of {names} must be set", field="input")
@@ -135,7 +140,8 @@ class PromptBuilder:
 
         def encode() -> list[list[int]]:
             spellings = [spelling for word in words for spelling in (word, " " + word)]
-            return [self.tokenizer.encode(spelling, add_special_tokens=False) for spelling in spellings]
+            with _naming("stopping.bad_words"):
+                return [self.tokenizer.encode(spelling, add_special_tokens=False) for spelling in spellings]
 
         return [ids for ids in await self._run(sum(map(len, words)), encode) if ids] if words else []
 
@@ -213,6 +219,17 @@ class PromptBuilder:
         if len(text) > self._max_tokens * self.tokenizer.longest_token:
             reason = f"has {len(text)} characters; this model's maximum context length is {self._max_tokens} tokens"
             raise ContextLengthError(reason, field=field)
+
+
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Give the tokenizer's errors the field that has the text."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        if error.field:
+            raise
+        raise InvalidArgumentError(error.message, field=field) from None
 
 
 def _special_tokens(folder: ModelFolder, tokenizer: Tokenizer) -> dict[str, str]:
