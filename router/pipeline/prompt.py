@@ -21,7 +21,7 @@ from router.parsers.machine import parse_json
 from router.pipeline.chat_template import ChatTemplate
 from router.pipeline.fair_threads import FairThreads
 from router.pipeline.images import EncodeImage, PromptImages, images_of
-from router.pipeline.message_shape import PROBE_TOOLS, MessageShape, message_shape
+from router.pipeline.message_shape import PROBE_TOOLS, MessageShape, message_shape, text_part
 
 _T = TypeVar("_T")
 # Prompts shorter than this are tokenized faster than a thread pool could return the result.
@@ -331,18 +331,12 @@ def _content(message: pb.ChatMessage, path: str, shape: MessageShape) -> object:
     for i, part in enumerate(message.parts):
         if part.WhichOneof("part") is None:
             raise InvalidArgumentError("must have a text or an image", field=f"{path}.parts[{i}]")
-    text = message.content or "\n".join(part.text for part in message.parts)
-    has_images = any(part.HasField("image") for part in message.parts)
-    form = "parts" if has_images else shape.form_of(message.role, is_list=bool(message.parts))
-    if form == "parts":
-        return [_text_part(part.text) if part.HasField("text") else {"type": "image"} for part in message.parts]
-    if not text and message.tool_calls_json:
-        return shape.beside_calls
-    return text if form == "text" else [_text_part(text)]
-
-
-def _text_part(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
+    if any(part.HasField("image") for part in message.parts):
+        return [text_part(part.text) if part.HasField("text") else {"type": "image"} for part in message.parts]
+    texts = [part.text for part in message.parts]
+    if message.tool_calls_json and shape.beside_calls is None and not message.content and not any(texts):
+        return None
+    return shape.content(message.role, texts or message.content)
 
 
 def _parse(text: str, kind: type[_T], field: str) -> _T | None:

@@ -145,6 +145,7 @@ OTHER_WORDS = (
 )  # fmt: skip
 REPLACED = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
 FUSE, BYTES = {"type": "Fuse"}, {"type": "ByteFallback"}
 
 
@@ -152,10 +153,10 @@ def sequence(*steps: dict[str, Any]) -> dict[str, Any]:
     return {"type": "Sequence", "decoders": list(steps)}
 
 
-DECODERS = {
+DECODERS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "word piece": {"type": "WordPiece", "prefix": "##", "cleanup": False},
-    "metaspace": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
+    "metaspace": METASPACE,
     "suffixes": {"type": "BPEDecoder", "suffix": "</w>"},
     "bytes and more": sequence(BYTE_LEVEL, {**REPLACED, "pattern": {"String": "x"}}),
     "bytes first": sequence(BYTES, REPLACED, FUSE),
@@ -168,9 +169,7 @@ STEPS = st.one_of(
         st.sampled_from(["", " ", "xx"]),
     ),
     st.booleans().map(lambda cleanup: {"type": "WordPiece", "prefix": "##", "cleanup": cleanup}),
-    st.sampled_from(["always", "first", "never"]).map(
-        lambda scheme: {**DECODERS["metaspace"], "prepend_scheme": scheme}
-    ),
+    st.sampled_from(["always", "first", "never"]).map(lambda scheme: {**METASPACE, "prepend_scheme": scheme}),
     st.sampled_from(["</w>", "x"]).map(lambda suffix: {"type": "BPEDecoder", "suffix": suffix}),
     st.booleans().map(
         lambda cleanup: {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": cleanup}

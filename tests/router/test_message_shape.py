@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
@@ -54,10 +53,11 @@ def of_openai(messages: list[dict[str, Any]]) -> list[pb.ChatMessage]:
 
 
 def of_transformers(source: str, messages: list[dict[str, Any]]) -> str:
-    (text,), _ = render_jinja_template([messages], chat_template=source, add_generation_prompt=True)
-    return text
+    texts, _ = render_jinja_template([messages], chat_template=source, add_generation_prompt=True)
+    return str(texts[0])
 
 
+EMPTY: tuple[object, ...] = (None, "", [])
 # Templates by what they do with a call whose message has no text; each is an excerpt of the kind's logic, not a copy.
 OF_CALLS = {
     "tests none": (
@@ -113,7 +113,8 @@ async def test_calls_without_text_are_in_the_prompt(rendered: Render, kind: str)
     assert "Köln" in expected
     conversations = [
         of_openai([user, {"role": "assistant", "content": empty, "tool_calls": [object_call(arguments)]}])
-        for empty, arguments in itertools.product((None, "", []), (ARGUMENTS, json.loads(ARGUMENTS)))
+        for empty in EMPTY
+        for arguments in (ARGUMENTS, json.loads(ARGUMENTS))
     ]
     assert await rendered(source, *conversations) == [expected] * 6
 
