@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.model.token_bytes import byte_level_alphabet, byte_level_bytes, fallback_byte
 from midstream.model.tokenizer_check import check_tokenizer
 from midstream.model.tokenizer_file import TokenizerFiles
+
+logger = logging.getLogger(__name__)
 
 # Maximum number of ids, since tables have an entry for each id up to the greatest one.
 _MAX_IDS = 1 << 24
@@ -43,6 +46,8 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = files.splits_special_tokens
+        if files.cleans_up_spaces:
+            logger.warning("%s: clean_up_tokenization_spaces has no effect", path / "tokenizer_config.json")
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size: int = max(ids, default=-1) + 1
         if self.vocab_size > _MAX_IDS:

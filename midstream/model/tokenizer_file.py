@@ -76,6 +76,14 @@ class TokenizerFiles:
         """Whether a text's special tokens are read as ordinary text."""
         return self._config.get("split_special_tokens") is True
 
+    @property
+    def cleans_up_spaces(self) -> bool:
+        """Whether transformers would remove spaces before punctuation from the text of tokens, which we do not."""
+        model = self._fields.get("model")
+        is_bpe = isinstance(model, dict) and model.get("type") == "BPE"
+        even_so = self._config.get("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output")
+        return bool(self._config.get("clean_up_tokenization_spaces")) and (not is_bpe or bool(even_so))
+
     def id_of(self, name: str) -> int | None:
         """Return the id of a special token; None if there is no token of this name."""
         content = self.special_tokens.get(name)

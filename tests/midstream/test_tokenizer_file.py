@@ -187,6 +187,31 @@ def test_special_tokens_of_a_text_may_be_split(tmp_path: Path) -> None:
     assert TokenizerFiles(whole).fingerprint(()) != TokenizerFiles(folder).fingerprint(())
 
 
+@pytest.mark.parametrize(
+    ("settings", "cleans"),
+    [
+        ({"clean_up_tokenization_spaces": False}, False),
+        ({"clean_up_tokenization_spaces": True}, False),  # the model is a BPE
+        ({"clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True}, False),
+        (
+            {
+                "clean_up_tokenization_spaces": True,
+                "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True,
+            },
+            True,
+        ),
+    ],
+)
+def test_spaces_that_transformers_would_remove_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, bool], cleans: bool
+) -> None:
+    folder = write_folder(tmp_path / "model", settings)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    ids = theirs.encode("a .")
+    assert (theirs.decode(ids) != Tokenizer(folder).decode(ids)) is cleans
+    assert any("clean_up_tokenization_spaces has no effect" in record.message for record in caplog.records) is cleans
+
+
 def test_special_tokens_of_an_older_folder_are_in_a_file_of_their_own(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", {})
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>", "pad_token": listed("<pad>")}))
