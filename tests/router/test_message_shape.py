@@ -159,12 +159,6 @@ async def test_arguments_that_are_not_json_are_refused(rendered: Render) -> None
     assert "arguments" in raised.value.message
 
 
-async def test_calls_and_results_may_be_null(rendered: Render) -> None:
-    source = "{% for m in messages %}{{ m.content }}{{ 'calls' if m.tool_calls is defined }}{% endfor %}"
-    message = {"role": "assistant", "content": "Hi", "tool_calls": None}
-    assert await rendered(source, of_openai([message])) == ["Hi"]
-
-
 def parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
 
