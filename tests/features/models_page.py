@@ -33,7 +33,9 @@ A folder needs tokenizer.json. Tokens and special tokens that only other files d
 
 | file | settings |
 | --- | --- |
-| tokenizer_config.json | `added_tokens_decoder`, `bos_token` to `mask_token`, any other key that ends in `_token`, `model_specific_special_tokens`, `extra_special_tokens`, `additional_special_tokens`, `split_special_tokens` |
+| tokenizer_config.json | `added_tokens_decoder`, `bos_token` to `mask_token`, any other key that ends in `_token` |
+| | `model_specific_special_tokens`, `extra_special_tokens`, `additional_special_tokens` |
+| | `split_special_tokens` |
 | special_tokens_map.json, added_tokens.json | all, if tokenizer_config.json has no `added_tokens_decoder` |
 | tokenizer.json | all; of `padding` only the token, and no `truncation` |
 
