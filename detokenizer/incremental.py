@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import codecs
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any, Protocol
 
+from detokenizer.decoder_steps import Step, step_makers
 from midstream.model.token_bytes import byte_level_alphabet, byte_level_bytes, fallback_byte
 from midstream.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of tokens held without a complete character, which has at most 4 bytes; this bounds the cost per token.
-_MAX_WAITING = 32
 _REPLACEMENT = "\ufffd"
 
 
@@ -39,7 +38,7 @@ class DecoderFactory(Protocol):
 
 
 def decoder_factory(tokenizer: Tokenizer) -> DecoderFactory:
-    """Return a decoder factory for a tokenizer: our own tables for known decoders, otherwise the tokenizers library."""
+    """Return a decoder factory for a tokenizer: tables for the usual decoders, otherwise the decoder's steps."""
     steps: list[dict[str, Any]] = tokenizer.decoder.get("decoders", [tokenizer.decoder])
     kinds = [str(step.get("type")) for step in steps]
     if kinds == ["ByteLevel"]:
@@ -51,8 +50,8 @@ def decoder_factory(tokenizer: Tokenizer) -> DecoderFactory:
         and (len(steps) == 3 or strip.items() <= steps[3].items())
     ):
         return ByteFallbackFactory(tokenizer, strip_first_space=len(steps) == 4)
-    logger.info("decoding text with the tokenizers library (decoder: %s)", " + ".join(kinds))
-    return LibraryFactory(tokenizer)
+    logger.info("decoding text step by step (decoder: %s)", " + ".join(kinds))
+    return StepFactory(tokenizer)
 
 
 class ByteLevelFactory:
@@ -138,59 +137,37 @@ class _ByteFallbackDecoder:
         return text
 
 
-class LibraryFactory:
-    """Decoders for all other tokenizers, including those without a decoder, based on the tokenizers library."""
+class StepFactory:
+    """Decoders for all other tokenizers, including those without a decoder: the steps of their decoder in turn."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._makers = step_makers(tokenizer.decoder)
 
     def open(self, *, skip_special_tokens: bool) -> TextDecoder:
-        return _LibraryDecoder(self._tokenizer, skip_special_tokens=skip_special_tokens)
+        hidden = self._tokenizer.special_ids if skip_special_tokens else frozenset()
+        return _StepDecoder(self._tokenizer, [make() for make in self._makers], hidden)
 
 
-class _LibraryDecoder:
-    """Keeps the last emitted tokens, which determine how the next ones are joined, and the pending tokens."""
+class _StepDecoder:
+    __slots__ = ("_hidden", "_steps", "_tokenizer")
 
-    __slots__ = ("_before", "_skip", "_step", "_tokenizer", "_waiting")
-
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._before: list[int] = []
-        self._waiting: list[int] = []
-        self._step = tokenizer.open_stream(skip_special_tokens=skip_special_tokens)
+    def __init__(self, tokenizer: Tokenizer, steps: list[Step], hidden: Set[int]) -> None:
+        self._tokenizer, self._steps, self._hidden = tokenizer, steps, hidden
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        return "".join([self._decode(token_id) for token_id in token_ids])
+        found = (self._tokenizer.token(token_id) for token_id in token_ids if token_id not in self._hidden)
+        tokens = [token for token in found if token is not None]
+        for step in self._steps:
+            tokens = [piece for token in tokens for piece in step.push(token)]
+        return "".join(tokens)
 
     def finish(self) -> str:
-        return self._flush() if self._waiting else ""
-
-    def _decode(self, token_id: int) -> str:
-        # The library decodes as if such a token did not exist, so the token must not be added to `_waiting`.
-        if (self._skip and token_id in self._tokenizer.special_ids) or self._tokenizer.token(token_id) is None:
-            return ""
-        self._waiting.append(token_id)
-        try:
-            text = self._step(token_id)
-        except Exception:  # noqa: BLE001 (the library raises plain Exception when a token changes emitted text)
-            return self._flush()
-        if text:
-            self._before, self._waiting = self._waiting, []
-        elif len(self._waiting) >= _MAX_WAITING:
-            return self._flush()
-        return text or ""
-
-    def _flush(self) -> str:
-        """Return the text of the pending tokens, regardless of which tokens follow."""
-        before = self._text(self._before)
-        text = self._text(self._before + self._waiting)
-        text = text[len(before) :] if text.startswith(before) else self._text(self._waiting)
-        self._before, self._waiting = self._waiting, []
-        self._step = self._tokenizer.open_stream(self._before, skip_special_tokens=self._skip)
-        return text
-
-    def _text(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+        tokens: list[str] = []
+        for step in self._steps:
+            tokens = [piece for token in tokens for piece in step.push(token)]
+            tokens += step.finish()
+        return "".join(tokens)
 
 
 def _fallback_piece(token: str | None) -> str | int | None:

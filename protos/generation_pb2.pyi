@@ -312,8 +312,11 @@ class ChatMessage(google.protobuf.message.Message):
     PARTS_FIELD_NUMBER: builtins.int
     role: builtins.str
     content: builtins.str
+    """May be empty beside tool calls: the template then gets null or an empty text, as it requires."""
     tool_calls_json: builtins.str
-    """JSON array of the assistant's tool calls."""
+    """JSON array of the assistant's tool calls, in OpenAI's format. `arguments` may be an object or JSON text; the template
+    gets the form that it reads.
+    """
     tool_call_id: builtins.str
     """In a tool message: the id of the call whose result it contains."""
     name: builtins.str
@@ -321,7 +324,7 @@ class ChatMessage(google.protobuf.message.Message):
     """The assistant's reasoning before its answer; templates may omit it in later turns."""
     @property
     def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ContentPart]:
-        """Text and images in order, instead of `content`."""
+        """Text and images in order, instead of `content`. A template that reads only text gets the texts joined by line feeds."""
 
     def __init__(
         self,

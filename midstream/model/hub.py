@@ -15,8 +15,9 @@ _NAME = re.compile(r"([\w.-]{1,96}/[\w.-]{1,96})(/[\w./-]+\.gguf)?(?:@([\w./-]+)
 _CACHE_FOLDER = re.compile(r"models--(.+?)--(.+)")
 _FILES = [
     "config.json", "generation_config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json",
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
-    "additional_chat_templates/*.jinja", "preprocessor_config.json", "processor_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "preprocessor_config.json",
+    "processor_config.json",
     "*.safetensors", "*.safetensors.index.json",
 ]  # fmt: skip
 # Files that are not downloaded: other formats of the same weights, and weights in subfolders of the repository.

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import logging
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
-from midstream.errors import ConfigError
+from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.model.token_bytes import byte_level_alphabet, byte_level_bytes, fallback_byte
 from midstream.model.tokenizer_check import check_tokenizer
-from midstream.model.tokenizer_file import read_tokenizer
+from midstream.model.tokenizer_file import TokenizerFiles
+
+logger = logging.getLogger(__name__)
 
 # Maximum number of ids, since tables have an entry for each id up to the greatest one.
 _MAX_IDS = 1 << 24
@@ -33,7 +34,8 @@ class Tokenizer:
         """Load the tokenizer of the model folder `path`. Raises ConfigError if a file is missing or damaged."""
         file = path / "tokenizer.json"
         try:
-            text = read_tokenizer(file)
+            files = TokenizerFiles(path)
+            text = files.text
             self.decoder: dict[str, Any] = check_tokenizer(file, text).get("decoder") or {}
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except ConfigError:
@@ -43,6 +45,9 @@ class Tokenizer:
             raise ConfigError(f"{file} is not a tokenizer: {error}", field="model") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        self._tokenizer.encode_special_tokens = files.splits_special_tokens
+        if files.cleans_up_spaces:
+            logger.warning("%s: clean_up_tokenization_spaces has no effect", path / "tokenizer_config.json")
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size: int = max(ids, default=-1) + 1
         if self.vocab_size > _MAX_IDS:
@@ -53,30 +58,26 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`; `add_special_tokens` follows the tokenizer's own rules (usually, it adds a
-        BOS).
+        BOS). Raises InvalidArgumentError, without a field, if the tokenizer has no token for a part of the text.
         """
-        # Of the library's methods, only those for batches release the GIL.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
-        return ids
+        return self._encode(text, add_special_tokens=add_special_tokens)
 
     def encode_pair(self, first: str, second: str) -> list[int]:
-        """Return the token ids of two texts as one input, by the tokenizer's own rules."""
-        (encoding,) = self._tokenizer.encode_batch_fast([(first, second)])
+        """Return the token ids of two texts as one input, by the tokenizer's own rules. Raises as `encode` does."""
+        return self._encode((first, second), add_special_tokens=True)
+
+    def _encode(self, texts: str | tuple[str, str], *, add_special_tokens: bool) -> list[int]:
+        try:
+            # Of the library's methods, only those for batches release the GIL.
+            (encoding,) = self._tokenizer.encode_batch_fast([texts], add_special_tokens=add_special_tokens)
+        except Exception as error:  # noqa: BLE001 (the library raises plain Exception)
+            raise InvalidArgumentError(f"cannot be tokenized by this model: {error}") from None
         ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; unknown ids are skipped."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-    def open_stream(self, before: Sequence[int] = (), *, skip_special_tokens: bool) -> Callable[[int], str | None]:
-        """Return the library's incremental decoder, which is a function from the next token to any text that is now
-        final. It raises an error if the decoder changes text that it returned before. `before` has the tokens whose
-        text was already returned.
-        """
-        stream = DecodeStream(ids=list(before), skip_special_tokens=skip_special_tokens)
-        return functools.partial(stream.step, self._tokenizer)
 
     def token(self, token_id: int) -> str | None:
         """Return the vocabulary entry for an id, in the tokenizer's byte alphabet; None if there is none."""

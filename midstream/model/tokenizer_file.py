@@ -1,64 +1,201 @@
-"""Reads a folder's tokenizer as transformers does: tokenizer.json, completed with tokens of tokenizer_config.json.
+"""Reads a folder's tokenizer as transformers does: tokenizer.json, completed with the tokens of the other files.
 
-1. Added tokens that only tokenizer_config.json lists are added, in the order of their ids.
-2. Special tokens that tokenizer_config.json names, such as `eos_token`, are added and marked as special.
+1. Tokens are *listed* by id in `added_tokens_decoder` of tokenizer_config.json. Without it, they are those of
+   added_tokens.json and tokenizer.json, and special_tokens_map.json may name more in the next step.
+2. Tokens are *named* by keys such as `eos_token` of tokenizer_config.json; any other key that ends in `_token` names
+   one as well, and so do `model_specific_special_tokens` and `extra_special_tokens` if these are objects.
+3. As lists, `extra_special_tokens` and `additional_special_tokens` have *more* tokens.
+
+All listed tokens are added to those of tokenizer.json in the order of their ids, with the flags of the list. Then come
+the named ones and the others that neither the list nor tokenizer.json has. A token is special if any of these places
+says so, or if it is listed and named; no later place can undo that.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from midstream.errors import ConfigError
 from midstream.model.json_file import read_json
 
-# Special tokens by their names in transformers.
+# Special tokens by their names in transformers, in the order in which it adds them.
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_MORE_SPECIAL = ("additional_special_tokens", "extra_special_tokens")
+_ADDITIONAL, _EXTRA, _MODEL_SPECIFIC = (
+    "additional_special_tokens",
+    "extra_special_tokens",
+    "model_specific_special_tokens",
+)
+_LISTED = "added_tokens_decoder"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_CONFIG, _MAP, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _Json = dict[str, Any]
 
 
 def read_tokenizer(file: Path) -> str:
-    """Return the contents of a tokenizer.json, completed with the tokenizer_config.json next to it.
+    """Return the contents of a tokenizer.json, completed with the files next to it.
 
     Raises:
-        ConfigError: The file is missing, or one of the two is damaged.
+        ConfigError: The file is missing, or one of them is damaged.
     """
-    fields = read_json(file)
-    if _add_tokens(file.parent, fields):
-        return json.dumps(fields, ensure_ascii=False)
-    return file.read_text(encoding="utf-8")
+    return TokenizerFiles(file.parent).text
 
 
-def special_tokens(folder: Path) -> dict[str, str | None]:
-    """Return the special tokens that the tokenizer's files name; None for those that they declare not to exist."""
-    return {name: _content(value) for name, value in _named_tokens(folder, _config(folder)).items()}
+class TokenizerFiles:
+    """The files of a folder's tokenizer.
 
-
-def tokenizer_fingerprint(folder: Path, end_ids: Iterable[int]) -> str:
-    """Return a sha256, in hexadecimal, over everything that decides the tokens of a text and the text of tokens: the
-    tokenizer, the tokens that the other files add, and the ids that end an output.
+    Attributes:
+        special_tokens: Special tokens by their names in transformers; None for those that the files declare not to
+            exist.
     """
-    config = _config(folder)
-    names = ("added_tokens_decoder", *_MORE_SPECIAL)
-    added = [_named_tokens(folder, config), {name: config.get(name) for name in names}, list(end_ids)]
-    digest = hashlib.sha256(json.dumps(added, sort_keys=True).encode())
-    digest.update(hashlib.sha256((folder / "tokenizer.json").read_bytes()).digest())
-    return digest.hexdigest()
+
+    def __init__(self, folder: Path) -> None:
+        """Read the files. Raises ConfigError if tokenizer.json is missing, or a file is damaged."""
+        self._folder = folder
+        self._fields = read_json(folder / "tokenizer.json")
+        self._original = self._fields.get("added_tokens")
+        self._config = read_json(folder / _CONFIG, optional=True)
+        named, more = self._merge()
+        self.special_tokens = {name: _content(value) for name, value in named.items()}
+        self._ids = _ids(self._fields)
+        self._add(self._listed, named, more)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The contents of tokenizer.json, completed."""
+        if self._fields.get("added_tokens") == self._original:
+            return (self._folder / "tokenizer.json").read_text(encoding="utf-8")
+        return json.dumps(self._fields, ensure_ascii=False)
+
+    @property
+    def splits_special_tokens(self) -> bool:
+        """Whether a text's special tokens are read as ordinary text."""
+        return self._config.get("split_special_tokens") is True
+
+    @property
+    def cleans_up_spaces(self) -> bool:
+        """Whether transformers would remove spaces before punctuation from the text of tokens, which we do not."""
+        model = self._fields.get("model")
+        is_bpe = isinstance(model, dict) and model.get("type") == "BPE"
+        even_so = self._config.get("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output")
+        return bool(self._config.get("clean_up_tokenization_spaces")) and (not is_bpe or bool(even_so))
+
+    def id_of(self, name: str) -> int | None:
+        """Return the id of a special token; None if there is no token of this name."""
+        content = self.special_tokens.get(name)
+        return None if content is None else self._ids.get(content)
+
+    def fingerprint(self, end_ids: Iterable[int]) -> str:
+        """Return a sha256, in hexadecimal, over everything that decides the tokens of a text and the text of tokens:
+        the tokenizer, the tokens that the other files add, and the ids that end an output.
+        """
+        added = self._fields.get("added_tokens")
+        facts = [self.special_tokens, added, self.splits_special_tokens, list(end_ids)]
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+        digest.update(hashlib.sha256((self._folder / "tokenizer.json").read_bytes()).digest())
+        return digest.hexdigest()
+
+    def _merge(self) -> tuple[dict[str, object], list[object]]:
+        """Return the named tokens and the others; set the listed ones."""
+        settings = dict(self._config)
+        if not settings.get(_EXTRA) and _ADDITIONAL in settings:
+            settings[_EXTRA] = settings.pop(_ADDITIONAL)
+        specific = {name: settings.pop(name) for name in list(settings) if _names_token(name, settings[name])}
+        if isinstance(settings.get(_EXTRA), dict):
+            specific |= settings.pop(_EXTRA)
+        if specific:
+            settings[_MODEL_SPECIFIC] = specific
+        if _LISTED in settings:
+            self._listed = _by_id(self._folder, settings[_LISTED])
+        else:
+            self._merge_map(settings)
+            self._listed = self._older_tokens(settings)
+        if _ADDITIONAL in settings and _EXTRA not in settings:
+            settings[_EXTRA] = settings.pop(_ADDITIONAL)
+        padding = self._fields.get("padding")
+        if isinstance(padding, dict) and isinstance(padding.get("pad_token"), str):
+            settings.setdefault("pad_token", padding["pad_token"])
+        named = {name: settings[name] for name in _SPECIAL_TOKENS if name in settings}
+        named |= {name: value for name, value in settings.items() if name.endswith("_token") and _content(value)}
+        more = settings.get(_MODEL_SPECIFIC)
+        named |= more if isinstance(more, dict) else {}
+        extra = settings.get(_EXTRA)
+        if isinstance(extra, dict):
+            named |= extra
+        return named, extra if isinstance(extra, list) else []
+
+    def _merge_map(self, settings: _Json) -> None:
+        """Add the tokens of special_tokens_map.json, which older folders have, to the settings."""
+        for name, value in read_json(self._folder / _MAP, optional=True).items():
+            if isinstance(value, dict) and name != _EXTRA:
+                settings[name] = {**value, "special": True}
+            elif name == _EXTRA and isinstance(value, list):
+                known = settings.get(_EXTRA)
+                known = known if isinstance(known, list) else []
+                tokens = [{**token, "special": True} if isinstance(token, dict) else token for token in value]
+                settings[_EXTRA] = known + [token for token in tokens if token not in known]
+            else:
+                settings[name] = value
+        if isinstance(settings.get(_EXTRA), dict):
+            settings[_MODEL_SPECIFIC] = {**(settings.get(_MODEL_SPECIFIC) or {}), **settings.pop(_EXTRA)}
+
+    def _older_tokens(self, settings: _Json) -> list[_Json]:
+        """Return the tokens of added_tokens.json and tokenizer.json in the order of their ids."""
+        extra = settings.get(_EXTRA)
+        values = [settings.get(name) for name in _SPECIAL_TOKENS] + (extra if isinstance(extra, list) else [])
+        # transformers compares the texts before it has read the objects of tokenizer_config.json as tokens.
+        special = {_content(value) for value in values if not isinstance(value, dict) or "__type" not in value}
+        tokens: dict[int, _Json] = {}
+        for content, number in read_json(self._folder / _ADDED, optional=True).items():
+            if not isinstance(number, int):
+                raise ConfigError(f"{self._folder / _ADDED}: {content!r:.200} has no id", field="model")
+            is_special = content in special
+            flags = {"special": is_special, "normalized": not is_special}
+            tokens[number] = _token(self._folder, _ADDED, content, flags)
+        for token in _added_tokens(self._fields):
+            tokens[token["id"]] = token
+        return [tokens[number] for number in sorted(tokens)]
+
+    def _add(self, listed: list[_Json], named: dict[str, object], more: list[object]) -> None:
+        """Complete the added tokens of tokenizer.json."""
+        known = {token["content"]: token for token in _added_tokens(self._fields)}
+        names = {_content(value) for value in named.values()}
+        tokens = [{**token, "special": token["special"] or token["content"] in names} for token in listed]
+        listed_contents = known.keys() | {token["content"] for token in tokens}
+        for value in [*named.values(), *more]:
+            content = _content(value)
+            if content and content not in listed_contents:
+                flags = value if isinstance(value, dict) else {"special": True}
+                token = _token(self._folder, "the special tokens", content, flags)
+                tokens.append({**token, "special": token["special"] or content in names})
+        for token in tokens:
+            content = token["content"]
+            before = known.get(content)
+            number = self._ids.get(content)
+            if number is None:
+                number = self._ids[content] = self._next_id(known)
+            is_special = token["special"] or (before is not None and before["special"])
+            known[content] = {
+                "id": number,
+                **{name: token[name] for name in ("content", *_FLAGS)},
+                "special": is_special,
+            }
+        added = sorted(known.values(), key=lambda token: token["id"])
+        if added != self._original:
+            self._fields["added_tokens"] = added
+
+    def _next_id(self, known: dict[str, _Json]) -> int:
+        """Return the id that the tokenizers library gives a new token."""
+        size = len(_vocabulary(self._fields))
+        return max((token["id"] + 1 for token in known.values() if token["id"] >= size), default=size)
 
 
-def _config(folder: Path) -> _Json:
-    return read_json(folder / "tokenizer_config.json", optional=True)
-
-
-def _named_tokens(folder: Path, config: _Json) -> _Json:
-    # special_tokens_map.json is for older folders; newer ones list all tokens in tokenizer_config.json.
-    older = {} if "added_tokens_decoder" in config else read_json(folder / "special_tokens_map.json", optional=True)
-    return {name: value for name, value in {**config, **older}.items() if name in _SPECIAL_TOKENS}
+def _names_token(name: str, value: object) -> bool:
+    return name.endswith("_token") and name not in _SPECIAL_TOKENS and isinstance(value, str)
 
 
 def _content(value: object) -> str | None:
@@ -66,63 +203,42 @@ def _content(value: object) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _add_tokens(folder: Path, fields: _Json) -> bool:
-    """Add the missing tokens to `fields`; return whether there are any."""
-    config = _config(folder)
-    added = [token for token in fields.get("added_tokens") or [] if isinstance(token, dict)]
-    named = _named_tokens(folder, config)
-    names = {_content(value) for value in named.values()}
-    known = {token.get("content"): token for token in added}
-    missing = [
-        token for token in _listed_tokens(folder, config) if token.items() - known.get(token["content"], {}).items()
-    ]
-    listed = {token["content"] for token in missing} | known.keys()
-    missing += [token for token in _special_tokens(folder, config, named) if token["content"] not in listed]
-    if not missing:
-        return False
-    ids = _ids(fields)
-    for token in missing:
-        content = token["content"]
-        number = ids.setdefault(content, max(ids.values(), default=-1) + 1)
-        known[content] = {"id": number, **token, "special": token["special"] or content in names}
-    fields["added_tokens"] = sorted(known.values(), key=lambda token: token["id"])
-    return True
-
-
-def _listed_tokens(folder: Path, config: _Json) -> list[_Json]:
+def _by_id(folder: Path, listed: object) -> list[_Json]:
     """Return the added tokens that tokenizer_config.json lists, in the order of their ids."""
-    listed = config.get("added_tokens_decoder") or {}
     try:
-        tokens = [token for _, token in sorted(listed.items(), key=lambda item: int(item[0]))]
-        contents = [(token["content"], token) for token in tokens]
+        items = sorted((listed or {}).items(), key=lambda item: int(item[0]))  # type: ignore[attr-defined]
+        contents = [(token["content"], token) for _, token in items]
     except (AttributeError, KeyError, TypeError, ValueError):
-        file = folder / "tokenizer_config.json"
-        raise ConfigError(f"{file}: added_tokens_decoder does not contain tokens by id", field="model") from None
-    return [_token(folder, "added_tokens_decoder", content, flags) for content, flags in contents]
+        raise ConfigError(f"{folder / _CONFIG}: {_LISTED} does not contain tokens by id", field="model") from None
+    return [_token(folder, _LISTED, content, flags) for content, flags in contents]
 
 
-def _special_tokens(folder: Path, config: _Json, named: _Json) -> Iterator[_Json]:
-    """Yield the special tokens that the files name."""
-    values = list(named.values())
-    for name in _MORE_SPECIAL:
-        more = config.get(name)
-        values += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
-    for value in values:
-        if content := _content(value):
-            yield _token(folder, "the special tokens", content, value if isinstance(value, dict) else {"special": True})
+def _added_tokens(fields: _Json) -> list[_Json]:
+    """Return the added tokens of tokenizer.json; the library checks them."""
+    tokens = fields.get("added_tokens")
+    return [
+        token | {name: bool(token.get(name)) for name in _FLAGS}
+        for token in (tokens if isinstance(tokens, list) else [])
+        if isinstance(token, dict) and isinstance(token.get("content"), str) and isinstance(token.get("id"), int)
+    ]
 
 
 def _token(folder: Path, place: str, content: object, flags: _Json) -> _Json:
     token = {"content": content, **{name: flags.get(name, False) for name in _FLAGS}}
+    token["normalized"] = flags.get("normalized", not token["special"])
     if not isinstance(content, str) or not all(isinstance(token[name], bool) for name in _FLAGS):
-        file = folder / "tokenizer_config.json"
-        raise ConfigError(f"{file}: {place} must not contain {str(token)[:200]}", field="model")
+        raise ConfigError(f"{folder / _CONFIG}: {place} must not contain {str(token)[:200]}", field="model")
     return token
+
+
+def _vocabulary(fields: _Json) -> dict[str, int]:
+    model = fields.get("model")
+    vocabulary = (model.get("vocab") if isinstance(model, dict) else None) or {}
+    if isinstance(vocabulary, list):  # tokens with scores
+        return {item[0] if isinstance(item, list) else item: number for number, item in enumerate(vocabulary)}
+    return vocabulary if isinstance(vocabulary, dict) else {}
 
 
 def _ids(fields: _Json) -> dict[str, int]:
     """Return the ids of all tokens by their text."""
-    vocabulary = (fields.get("model") or {}).get("vocab") or {}
-    if isinstance(vocabulary, list):  # tokens with scores
-        vocabulary = {item[0] if isinstance(item, list) else item: number for number, item in enumerate(vocabulary)}
-    return {**vocabulary, **{token["content"]: token["id"] for token in fields.get("added_tokens") or []}}
+    return {**_vocabulary(fields), **{token["content"]: token["id"] for token in _added_tokens(fields)}}

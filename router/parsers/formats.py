@@ -76,8 +76,6 @@ class ToolFormat:
         make_id: Makes a call's id in the form that the template expects, from a 16-byte digest, the tool's name and the
             index of the call.
         grammar: Returns the grammar of calls that follow a schema, given the model's template; None if there is none.
-        arguments_are_text: Whether the model's template expects the arguments of earlier calls as text instead of an
-            object.
     """
 
     script: Script
@@ -85,7 +83,6 @@ class ToolFormat:
     ends_reasoning: tuple[str, ...] = ()
     make_id: Callable[[bytes, str, int], str] = _plain_id
     grammar: Callable[[str], CallGrammar] | None = None
-    arguments_are_text: bool = False
 
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
@@ -99,7 +96,6 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         (deepseek.BEGIN, deepseek.END, deepseek.CALL, deepseek.SEPARATOR, deepseek.CALL_END),
         (deepseek.BEGIN,),
         grammar=_deepseek,
-        arguments_are_text=True,
     ),
     "deepseek_v32": ToolFormat(invoke.deepseek_v32, ("｜DSML｜",), (invoke.DSML_BEGIN,)),
     "kimi_k2": ToolFormat(

@@ -55,6 +55,7 @@ from router.pipeline.background import current_background
 from router.pipeline.cells import Cell, Cells
 from router.pipeline.deadlines import until
 from router.pipeline.detokenizer_pool import Attachment, DetokenizerPool
+from router.pipeline.generation_defaults import GenerationDefaults, generation_defaults
 from router.pipeline.grammar_check import GrammarChecker, GuideParts
 from router.pipeline.idempotency import naming_key
 from router.pipeline.images import images_of
@@ -72,7 +73,6 @@ from router.pipeline.request_checks import (
     fit_to_context,
 )
 from router.pipeline.request_traces import RequestSpan, RequestTraces
-from router.pipeline.sampling_defaults import fill_sampling, sampling_defaults
 from router.pipeline.start_slots import StartSlots
 from router.pipeline.stream_limits import StreamLimits
 from router.pipeline.streams import ClientStream
@@ -250,7 +250,7 @@ class Runner:
         self.adapter_root = config.adapter_root
         self._config = config
         is_auto = config.generation_config == "auto"
-        self._sampling_defaults = sampling_defaults(model) if is_auto else pb.SamplingConfig()
+        self._defaults = generation_defaults(model) if is_auto else GenerationDefaults()
         self._grammars = GrammarChecker(model)
         self._aborting: set[asyncio.Task[None]] = set()
         self._wakeups = Wakeups()
@@ -407,7 +407,7 @@ class Runner:
         kind = request.WhichOneof("input") or "input"
         take_embeddings(request, self.model)
         token_ids = put_table_first(request, await self.prompts.token_ids(request), self.model)
-        asked = request.max_tokens if request.HasField("max_tokens") else None
+        asked = request.max_tokens if request.HasField("max_tokens") else self._defaults.max_tokens
         max_tokens = fit_to_context(len(token_ids), asked, self.model, kind)  # before too many ids are copied
         if request.WhichOneof("input") != "token_ids" or len(request.token_ids.values) != len(token_ids):
             request.token_ids.values[:] = token_ids
@@ -423,7 +423,7 @@ class Runner:
             request.cache_salt = current_caller.get().salt(request.cache_salt)
         request.model = self.model.name
         request.tokenizer_fingerprint = self.model.tokenizer_fingerprint
-        fill_sampling(request.sampling, self._sampling_defaults)
+        self._defaults.fill(request)
         if not request.sampling.HasField("seed"):
             # The seed is derived from the id, so that any router gives the same request the same contents.
             digest = hashlib.blake2b(request.request_id.encode(), digest_size=8).digest()

@@ -84,11 +84,6 @@ class PromptImages:
         self._by_client = ClientSemaphores(_MAX_ENCODED_PER_CLIENT)
         self._token = (tokenizer.token(self._token_id) if self._token_id is not None else None) or ""
 
-    @property
-    def has_parts(self) -> bool:
-        """Whether the chat template expects the content of messages as a list of parts."""
-        return self._token_id is not None
-
     async def encode(self, request: pb.GenerateRequest, images: Sequence[tuple[str, bytes]]) -> list[str]:
         """Have the images of a request, as returned by `images_of`, encoded; return their texts.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -16,9 +17,11 @@ from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
 from midstream.processors import num_compute_threads
 from protos import generation_pb2 as pb
+from router.parsers.machine import parse_json
 from router.pipeline.chat_template import ChatTemplate
 from router.pipeline.fair_threads import FairThreads
 from router.pipeline.images import EncodeImage, PromptImages, images_of
+from router.pipeline.message_shape import PROBE_TOOLS, MessageShape, message_shape, text_part
 
 _T = TypeVar("_T")
 # Prompts shorter than this are tokenized faster than a thread pool could return the result.
@@ -74,6 +77,11 @@ class PromptBuilder:
         self._template, self._tool_template = (
             None if source is None else ChatTemplate(source, tokens, num_threads + 1) for source in sources
         )
+        self._shapes = {
+            has_tools: message_shape(partial(template.render, tools=PROBE_TOOLS if has_tools else None))
+            for has_tools in (False, True)
+            if (template := self._template_for(has_tools=has_tools)) is not None
+        }
         # This leaves a thread for other clients, and also a processor: tokenizing does not hold the interpreter lock.
         num_per_client = max(min(num_threads, num_compute_threads() - 1), 1)
         self._threads = FairThreads(num_threads + 1, "tokenizer", num_per_client=num_per_client)
@@ -109,9 +117,13 @@ class PromptBuilder:
             prompt = self._images.expand(request.prompt, texts, "prompt")
             self._check_length(prompt, "prompt")
             adds = options.adds_special_tokens is not False
-            ids = await self._run(len(prompt), lambda: self._text_ids(prompt, limit, adds_special_tokens=adds))
+            with _naming("prompt"):
+                ids = await self._run(len(prompt), lambda: self._text_ids(prompt, limit, adds_special_tokens=adds))
         elif kind == "chat":
-            ids = await self._run(_INLINE_CHARACTERS + 1, lambda: self._chat_ids(request.chat, texts, options, limit))
+            with _naming("chat"):
+                ids = await self._run(
+                    _INLINE_CHARACTERS + 1, lambda: self._chat_ids(request.chat, texts, options, limit)
+                )
         else:
             names = "prompt, token_ids, chat and prompt_embeddings"
             raise InvalidArgumentError(f"one of {names} must be set", field="input")
@@ -128,7 +140,8 @@ class PromptBuilder:
 
         def encode() -> list[list[int]]:
             spellings = [spelling for word in words for spelling in (word, " " + word)]
-            return [self.tokenizer.encode(spelling, add_special_tokens=False) for spelling in spellings]
+            with _naming("stopping.bad_words"):
+                return [self.tokenizer.encode(spelling, add_special_tokens=False) for spelling in spellings]
 
         return [ids for ids in await self._run(sum(map(len, words)), encode) if ids] if words else []
 
@@ -156,7 +169,7 @@ class PromptBuilder:
         if not chat.messages:
             raise InvalidArgumentError("must not be empty", field="chat.messages")
         tools = _parse(chat.tools_json, list, "chat.tools_json")
-        template = self._template if tools is None else self._tool_template or self._template
+        template = self._template_for(has_tools=tools is not None)
         if template is None:
             raise UnsupportedError("this model has no chat template", field="chat")
         variables = _parse(chat.template_variables_json, dict, "chat.template_variables_json")
@@ -167,8 +180,8 @@ class PromptBuilder:
             add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else default,
             variables=variables,
         )
-        has_parts = self._images.has_parts
-        messages = [_message(message, i, in_parts=has_parts) for i, message in enumerate(chat.messages)]
+        shape = self._shapes[tools is not None]
+        messages = [_message(message, i, shape) for i, message in enumerate(chat.messages)]
         text = render(messages)
         if options.continues_last:
             last = len(messages) - 1
@@ -177,11 +190,14 @@ class PromptBuilder:
                 raise InvalidArgumentError(
                     "must have text that the output can continue", field=f"chat.messages[{last}].content"
                 )
-            marked = render([*messages[:last], _message(_with_mark(chat.messages[last]), last, in_parts=has_parts)])
+            marked = render([*messages[:last], _message(_with_mark(chat.messages[last]), last, shape)])
             text = _cut_after(text, marked, content, f"chat.messages[{last}].content")
         text = self._images.expand(text, image_texts, "chat")
         self._check_length(text, "chat")
         return self._text_ids(text, limit, adds_special_tokens=options.adds_special_tokens is True)
+
+    def _template_for(self, *, has_tools: bool) -> ChatTemplate | None:
+        return (self._tool_template if has_tools else None) or self._template
 
     def _pair(self, chat: pb.ChatInput) -> tuple[str, str]:
         """Return the texts of a query and a document, for a model that reads them without a template."""
@@ -193,7 +209,7 @@ class PromptBuilder:
             for k, part in enumerate(message.parts):
                 if part.HasField("image"):
                     raise UnsupportedError("an image cannot be scored", field=f"{path}.parts[{k}].image")
-            texts.append(str(_content(message, path, in_parts=False)))
+            texts.append(str(_content(message, path, MessageShape())))
             self._check_length(texts[-1], "chat")
         query, document = texts
         return query, document
@@ -205,6 +221,17 @@ class PromptBuilder:
             raise ContextLengthError(reason, field=field)
 
 
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Give the tokenizer's errors the field that has the text."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        if error.field:
+            raise
+        raise InvalidArgumentError(error.message, field=field) from None
+
+
 def _special_tokens(folder: ModelFolder, tokenizer: Tokenizer) -> dict[str, str]:
     """Return the special tokens that templates refer to; those that the tokenizer's files do not name are taken from
     the model's configuration.
@@ -214,13 +241,13 @@ def _special_tokens(folder: ModelFolder, tokenizer: Tokenizer) -> dict[str, str]
     return {name: token for name, token in {**tokens, **folder.special_tokens}.items() if token is not None}
 
 
-def _message(message: pb.ChatMessage, index: int, *, in_parts: bool) -> dict[str, object]:
+def _message(message: pb.ChatMessage, index: int, shape: MessageShape) -> dict[str, object]:
     path = f"chat.messages[{index}]"
     if not message.role:
         raise InvalidArgumentError("must be set", field=f"{path}.role")
-    turn: dict[str, object] = {"role": message.role, "content": _content(message, path, in_parts=in_parts)}
+    turn: dict[str, object] = {"role": message.role, "content": _content(message, path, shape)}
     if message.tool_calls_json:
-        turn["tool_calls"] = _parse(message.tool_calls_json, list, f"{path}.tool_calls_json")
+        turn["tool_calls"] = _calls(message.tool_calls_json, f"{path}.tool_calls_json", shape)
     if message.reasoning_content:
         # gpt-oss's template calls this field `thinking`.
         turn["reasoning_content"] = turn["thinking"] = message.reasoning_content
@@ -229,6 +256,26 @@ def _message(message: pb.ChatMessage, index: int, *, in_parts: bool) -> dict[str
     if message.name:
         turn["name"] = message.name
     return turn
+
+
+def _calls(calls_json: str, path: str, shape: MessageShape) -> list[object] | None:
+    """Return the calls of a message, with arguments in the form that the template reads."""
+    calls: list[object] | None = _parse(calls_json, list, path)
+    for i, call in enumerate(calls or ()):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            continue  # in a form of the template's own
+        # A call without arguments may have none, null or no text.
+        arguments = function.get("arguments") or {}
+        if not isinstance(arguments, str):
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False) if shape.arguments_are_text else arguments
+        elif not shape.arguments_are_text:
+            try:
+                function["arguments"] = parse_json(arguments)
+            except ValueError as error:
+                reason = f"[{i}].function.arguments is not JSON: {error}"
+                raise InvalidArgumentError(reason, field=path) from None
+    return calls
 
 
 def text_of(message: pb.ChatMessage) -> str:
@@ -277,17 +324,19 @@ def _refuse_all_but(message: Message, names: Set[str], path: str) -> None:
             raise UnsupportedError("has no effect on the score of a pair", field=f"{path}.{field.name}")
 
 
-def _content(message: pb.ChatMessage, path: str, *, in_parts: bool) -> object:
-    """Return the content of a message: text or, with `in_parts`, a list of parts."""
+def _content(message: pb.ChatMessage, path: str, shape: MessageShape) -> object:
+    """Return the content of a message in the form that the template reads: text, a list of parts, or None."""
     if message.parts and message.content:
         raise InvalidArgumentError("must not be set together with parts", field=f"{path}.content")
     for i, part in enumerate(message.parts):
         if part.WhichOneof("part") is None:
             raise InvalidArgumentError("must have a text or an image", field=f"{path}.parts[{i}]")
-    if not in_parts:
-        return message.content or "\n".join(part.text for part in message.parts)
-    parts = message.parts or ([pb.ContentPart(text=message.content)] if message.content else [])
-    return [{"type": "text", "text": part.text} if part.HasField("text") else {"type": "image"} for part in parts]
+    if any(part.HasField("image") for part in message.parts):
+        return [text_part(part.text) if part.HasField("text") else {"type": "image"} for part in message.parts]
+    texts = [part.text for part in message.parts]
+    if message.tool_calls_json and shape.beside_calls is None and not message.content and not any(texts):
+        return None
+    return shape.content(message.role, texts or message.content)
 
 
 def _parse(text: str, kind: type[_T], field: str) -> _T | None:

@@ -150,7 +150,7 @@ def check_request(
     check_images(request, images, model)
     check_virtual_tokens(request, model, has_images=bool(images))
     fit_to_context(len(request.token_ids.values), None, model, "token_ids")  # before the ids are checked
-    _check_ids(request.token_ids.values, num_token_ids(request, model), "token_ids")
+    check_token_ids(request.token_ids.values, num_token_ids(request, model), "token_ids")
     if request.sampling.HasField("beam_width"):
         _Range(1, max_beam_width).check(request.sampling.beam_width, "sampling.beam_width")
 
@@ -268,10 +268,10 @@ def check_sampling(sampling: pb.SamplingConfig, model: ModelFolder) -> None:
         elif field.name in ("no_repeat_ngram_size", "min_tokens"):
             _Range(0, model.max_sequence_length).check(value, f"sampling.{field.name}")
         elif field.name == "top_p_reset_id":
-            _check_ids((value,), model.vocab_size, "sampling.top_p_reset_id")
+            check_token_ids((value,), model.vocab_size, "sampling.top_p_reset_id")
         elif field.name == "embedding_bias":
             for token_id, bias in value.items():
-                _check_ids((token_id,), model.vocab_size, "sampling.embedding_bias")
+                check_token_ids((token_id,), model.vocab_size, "sampling.embedding_bias")
                 _FINITE.check(bias, "sampling.embedding_bias")
     if sampling.beam_width > 1 and sampling.num_return_sequences > sampling.beam_width:
         raise InvalidArgumentError("must be at most the beam width", field="sampling.num_return_sequences")
@@ -286,15 +286,15 @@ def _check_stopping(stopping: pb.StoppingConfig, model: ModelFolder) -> None:
             _check_words(value, MAX_BAD_WORDS, path)
         elif field.name == "stop_token_ids":
             _at_most(len(value), MAX_STOP_TOKENS, path)
-            _check_ids(value, model.vocab_size, path)
+            check_token_ids(value, model.vocab_size, path)
         elif field.name == "bad_word_token_ids":
             _at_most(len(value), MAX_BAD_WORDS, path)
             for ids in value:
                 _at_least_one(len(ids.values), path)
                 _at_most(len(ids.values), MAX_BAD_WORD_TOKENS, path)
-                _check_ids(ids.values, model.vocab_size, path)
+                check_token_ids(ids.values, model.vocab_size, path)
         elif field.name in ("end_id", "pad_id"):
-            _check_ids((value,), model.vocab_size, path)
+            check_token_ids((value,), model.vocab_size, path)
 
 
 def _check_output(output: pb.OutputConfig, model: ModelFolder) -> None:
@@ -309,7 +309,7 @@ def _check_output(output: pb.OutputConfig, model: ModelFolder) -> None:
         if _ADDITIONAL_OUTPUT.fullmatch(additional.name):
             kind, *numbers = additional.name.split(".")
             if kind == "token_logits":
-                _check_ids(list(map(int, numbers)), model.vocab_size, field)
+                check_token_ids(list(map(int, numbers)), model.vocab_size, field)
             else:
                 most = model.num_layers if kind == "hidden_states" else min(MAX_TOPK_LOGITS, model.vocab_size)
                 _at_most(int(numbers[0]), most, field)
@@ -350,7 +350,7 @@ def _check_speculative(speculative: pb.SpeculativeConfig, model: ModelFolder) ->
     prediction = speculative.prediction_token_ids
     field = "speculative.prediction_token_ids"
     _at_most(len(prediction), model.max_sequence_length, field)
-    _check_ids(prediction, model.vocab_size, field)
+    check_token_ids(prediction, model.vocab_size, field)
 
 
 def _check_retention(retention: pb.KvRetentionConfig, _: ModelFolder) -> None:
@@ -376,7 +376,8 @@ def _check_words(words: Iterable[str], limit: int, field: str) -> None:
             )
 
 
-def _check_ids(ids: Iterable[int], vocab_size: int, field: str) -> None:
+def check_token_ids(ids: Iterable[int], vocab_size: int, field: str) -> None:
+    """Raise InvalidArgumentError if a token id is not in the model's vocabulary."""
     worst = max(ids, default=0)
     if worst >= vocab_size:
         raise InvalidArgumentError(f"{worst} is not a token id; must be in 0..{vocab_size - 1}", field=field)

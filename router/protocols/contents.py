@@ -7,25 +7,26 @@ from collections.abc import Sequence
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
+from router.parsers.machine import parse_json
 from router.pipeline.images import images_of
 
 
 def add_text(turn: pb.ChatMessage, text: str) -> None:
-    """Append a text to a turn, on a new line after another text."""
-    if not turn.parts:
-        turn.content += f"\n{text}" if turn.content else text
-    elif turn.parts[-1].HasField("text"):
-        turn.parts[-1].text += f"\n{text}"
-    else:
-        turn.parts.add(text=text)
+    """Append a text to a turn, as a part of its own: the chat template decides how parts are joined."""
+    turn.parts.add(text=text)
 
 
 def add_image(turn: pb.ChatMessage, data: bytes) -> None:
-    """Append an image to a turn, whose content thereby becomes parts."""
-    if turn.content:
-        turn.parts.add(text=turn.content)
-        turn.content = ""
+    """Append an image to a turn."""
     turn.parts.add(image=pb.Image(data=data))
+
+
+def check_arguments(text: str, field: str) -> None:
+    """Raise InvalidArgumentError if the arguments of a tool call are neither JSON nor empty."""
+    try:
+        parse_json(text or "{}")
+    except ValueError:
+        raise InvalidArgumentError("is not JSON", field=field) from None
 
 
 def image_names(request: pb.GenerateRequest, fields: Sequence[str]) -> dict[str, str]:

@@ -202,9 +202,6 @@ class Conversation:
             self._check_joinable()
         if self.tools.definitions:
             self.request.chat.tools_json = json.dumps(list(self.tools.definitions.values()))
-        if self.model.format.tools is not None and self.model.format.tools.arguments_are_text:
-            for message in self.request.chat.messages:
-                message.tool_calls_json = _with_text_arguments(message.tool_calls_json)
         if self.reads_text and self.model.has_special_marks:
             self.request.output.skip_special_tokens = False
 
@@ -473,16 +470,6 @@ def keep_prefix(request: pb.GenerateRequest, num_tokens: int | None, duration_s:
     kept = request.kv_retention.token_ranges.add(start=0, priority=_KEPT_PRIORITY, duration_ms=duration_s * 1000)
     if num_tokens is not None:
         kept.end = num_tokens
-
-
-def _with_text_arguments(calls_json: str) -> str:
-    if not calls_json:
-        return ""
-    calls = json.loads(calls_json)
-    for call in calls:
-        if not isinstance(call["function"]["arguments"], str):
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    return json.dumps(calls)
 
 
 def _calls_or_answer(tools: ToolFormat, machine: Machine) -> Steps[None]:

@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tokenizers
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models
 
-from detokenizer.incremental import DecoderFactory, decoder_factory
+from detokenizer.incremental import DecoderFactory, StepFactory, decoder_factory
 from midstream.errors import ConfigError
 from midstream.model.folder import open_model_folder
 from midstream.model.tokenizer import Tokenizer
@@ -139,24 +139,52 @@ def test_cost_per_token_is_constant(tokenizer: Tokenizer, factory: DecoderFactor
     assert min(ratio() for _ in range(3)) < 2
 
 
-OTHER_WORDS = ("the", "▁the", "##ing", "er</w>", "é", ".", "n", "'", "t", " ", "日</w>", "<s>", *"ĠæĹ¥")
-DECODERS = {
+OTHER_WORDS = (
+    "the", "▁the", "##ing", "er</w>", "é", ".", "n", "'", "t", " ", "日</w>", "<s>", *"ĠæĹ¥", "n't", "  x", "xx", "xyx",
+    "▁a▁", "|", "<pad>", "", *(f"<0x{byte:02X}>" for byte in b"A\xe6\x97\xa5\xf0"),
+)  # fmt: skip
+REPLACED = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+FUSE, BYTES = {"type": "Fuse"}, {"type": "ByteFallback"}
+
+
+def sequence(*steps: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "decoders": list(steps)}
+
+
+DECODERS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "word piece": {"type": "WordPiece", "prefix": "##", "cleanup": False},
-    "metaspace": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
+    "metaspace": METASPACE,
     "suffixes": {"type": "BPEDecoder", "suffix": "</w>"},
-    "bytes and more": {
-        "type": "Sequence",
-        "decoders": [
-            {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-            {"type": "Replace", "pattern": {"String": "x"}, "content": "y"},
-        ],
-    },
+    "bytes and more": sequence(BYTE_LEVEL, {**REPLACED, "pattern": {"String": "x"}}),
+    "bytes first": sequence(BYTES, REPLACED, FUSE),
+    "bytes last": sequence(FUSE, REPLACED, BYTES),
 }
+STEPS = st.one_of(
+    st.builds(
+        lambda pattern, content: {"type": "Replace", "pattern": pattern, "content": content},
+        st.sampled_from([{"String": text} for text in ("▁", "x", "xx", "xyx", "the", "")] + [{"Regex": "x+|^ "}]),
+        st.sampled_from(["", " ", "xx"]),
+    ),
+    st.booleans().map(lambda cleanup: {"type": "WordPiece", "prefix": "##", "cleanup": cleanup}),
+    st.sampled_from(["always", "first", "never"]).map(lambda scheme: {**METASPACE, "prepend_scheme": scheme}),
+    st.sampled_from(["</w>", "x"]).map(lambda suffix: {"type": "BPEDecoder", "suffix": suffix}),
+    st.booleans().map(
+        lambda cleanup: {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": cleanup}
+    ),
+    st.sampled_from([FUSE, BYTES, BYTE_LEVEL]),
+    st.builds(
+        lambda character, start: {"type": "Strip", "content": character, "start": start, "stop": 0},
+        st.sampled_from(" x"),
+        st.integers(0, 2),
+    ),
+)
 
 
 def other_tokenizer(folder: Path, decoder: dict[str, Any] | None) -> Tokenizer:
-    """Return a tokenizer whose decoder has no implementation of our own."""
+    """Return a tokenizer whose decoder has no table of its own."""
     tokenizer = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(OTHER_WORDS)}, unk_token="the"))
     tokenizer.add_special_tokens(["<s>"])
     spec = json.loads(tokenizer.to_str())
@@ -169,23 +197,54 @@ def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return other_tokenizer(tmp_path_factory.mktemp("other"), DECODERS[request.param])
 
 
-@given(ids=st.lists(st.integers(0, len(OTHER_WORDS) + 1), max_size=30), cuts=CUTS, skip=st.booleans())
+OTHER_IDS = st.lists(st.integers(0, len(OTHER_WORDS) + 1), max_size=30)
+
+
+@given(ids=OTHER_IDS, cuts=CUTS, skip=st.booleans())
 def test_other_decoders_survive_any_cutting(other: Tokenizer, ids: list[int], cuts: list[int], skip: bool) -> None:
     assert "".join(in_chunks(decoder_factory(other), ids, cuts, skip=skip)) == other.decode(
         ids, skip_special_tokens=skip
     )
 
 
+class _AnyDecoder:
+    """The part of a tokenizer that decoders use, without the checks of a file that are made in another process."""
+
+    def __init__(self, decoder: dict[str, Any]) -> None:
+        words = {word: i for i, word in enumerate(OTHER_WORDS)}
+        spec = json.loads(tokenizers.Tokenizer(models.WordLevel(words, unk_token="the")).to_str())
+        self.library = tokenizers.Tokenizer.from_str(json.dumps(spec | {"decoder": decoder}))
+        self.decoder, self.special_ids = decoder, frozenset[int]()
+        self.token = self.library.id_to_token
+
+
 @settings(deadline=None)
-@given(ids=st.lists(st.integers(0, len(OTHER_WORDS) + 1), max_size=30), cuts=CUTS)
-def test_a_decoder_that_changes_earlier_text_gives_text_that_depends_only_on_tokens(
-    tmp_path_factory: pytest.TempPathFactory, ids: list[int], cuts: list[int]
+@given(steps=st.lists(STEPS, min_size=1, max_size=4), ids=OTHER_IDS, cuts=CUTS)
+def test_steps_in_any_order_give_the_text_of_the_library(
+    steps: list[dict[str, Any]], ids: list[int], cuts: list[int]
 ) -> None:
-    """`do n't` becomes `don't` when its last token arrives, after `do n` has been sent."""
-    decoder = {"type": "WordPiece", "prefix": "##", "cleanup": True}
-    factory = decoder_factory(other_tokenizer(tmp_path_factory.getbasetemp(), decoder))
-    whole = "".join(in_chunks(factory, ids, cuts, skip=True))
-    assert whole == "".join(in_chunks(factory, ids, list(range(len(ids))), skip=True))
+    tokenizer = _AnyDecoder(sequence(*steps))
+    chunks = in_chunks(StepFactory(cast("Tokenizer", tokenizer)), ids, cuts, skip=True)
+    assert "".join(chunks) == tokenizer.library.decode(ids)
+
+
+@pytest.mark.parametrize("number", [31, 32, 33, 100])
+def test_a_run_of_bytes_without_a_character_is_not_repeated(tmp_path: Path, number: int) -> None:
+    tokenizer = other_tokenizer(tmp_path, DECODERS["bytes first"])
+    ids = [0, *[OTHER_WORDS.index("<0xF0>")] * number, 0]
+    chunks = in_chunks(decoder_factory(tokenizer), ids, list(range(len(ids))), skip=True)
+    assert "".join(chunks) == "the" + "\ufffd" * number + "the" == tokenizer.decode(ids)
+
+
+def test_text_is_sent_as_soon_as_it_is_final(tmp_path: Path) -> None:
+    def chunks(decoder: str, words: list[str]) -> list[str]:
+        state = decoder_factory(other_tokenizer(tmp_path, DECODERS[decoder])).open(skip_special_tokens=True)
+        return [*(state.decode((OTHER_WORDS.index(word),)) for word in words), state.finish()]
+
+    assert chunks("word piece", ["the", "##ing", "."]) == ["the", "ing", " .", ""]
+    assert chunks("suffixes", ["er</w>", "t", "er</w>"]) == ["", "er ", "t", "er"]
+    assert chunks("bytes and more", ["æ", "Ĺ", "¥", "x" * 2]) == ["", "", "日", "  ", ""]
+    assert chunks("bytes first", ["▁the", "<0xE6>", "<0x97>", "<0xA5>", "n"]) == [" the", "", "", "", "日n", ""]
 
 
 @pytest.mark.parametrize("skipped", [OTHER_WORDS.index("<s>"), len(OTHER_WORDS)], ids=["special", "unknown"])

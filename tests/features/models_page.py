@@ -25,6 +25,30 @@ attention interface; [gpu.md](gpu.md) lists the models that are rejected, and [f
 that requests may use.
 
 """
+_TAIL = """
+## Tokenizers
+
+A folder needs tokenizer.json. Tokens and special tokens that only other files declare are added to it as transformers'
+`PreTrainedTokenizerFast` does; `tests/midstream/test_tokenizer_file.py` compares every combination of these places:
+
+| file | settings |
+| --- | --- |
+| tokenizer_config.json | `added_tokens_decoder`, `bos_token` to `mask_token`, any other key that ends in `_token` |
+| | `model_specific_special_tokens`, `extra_special_tokens`, `additional_special_tokens` |
+| | `split_special_tokens` |
+| special_tokens_map.json, added_tokens.json | all, if tokenizer_config.json has no `added_tokens_decoder` |
+| tokenizer.json | all; of `padding` only the token, and no `truncation` |
+
+A token is special, and by default not part of the text, if any of these places says so, or if it is listed as an added
+token and one of the keys names it. No other setting of tokenizer_config.json changes tokens or text: `add_bos_token`,
+`add_eos_token`, `add_prefix_space`, `legacy` and the like have no effect in transformers either if there is a
+tokenizer.json, and `clean_up_tokenization_spaces`, which removes spaces before punctuation from the whole text, is
+logged.
+
+Text is decoded step by step by every kind of decoder that the tokenizers library has, in any order, and the text of a
+stream is that of all tokens at once. Some unusual decoders change text that came before, such as a `Replace` with a
+regular expression after `Fuse`; their text is sent at the end.
+"""
 
 
 def page() -> str:
@@ -34,4 +58,4 @@ def page() -> str:
         "| --- " * len(HEADINGS) + "|",
         *(f"| {' | '.join(row)} |" for row in rows()),
     ]
-    return _HEAD + "\n".join(lines) + "\n"
+    return _HEAD + "\n".join(lines) + "\n" + _TAIL

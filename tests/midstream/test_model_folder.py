@@ -114,15 +114,9 @@ def test_generation_config_goes_before_config(folder: Path) -> None:
     assert (model.end_ids, model.bos_id, model.pad_id) == ((9,), 1, 3)
 
 
-def test_sampling_defaults_are_what_generation_config_recommends(folder: Path) -> None:
-    assert open_model_folder(str(folder)).sampling_defaults == {}
-    recommended = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True, "repetition_penalty": None}
-    (folder / "generation_config.json").write_text(json.dumps(recommended))
-    assert open_model_folder(str(folder)).sampling_defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
-
-
 def test_the_embedded_model_uses_the_sampling_defaults_of_its_card() -> None:
-    assert open_model_folder("smollm2").sampling_defaults == {"temperature": 0.2, "top_p": 0.9}
+    found = open_model_folder("smollm2").generation_config
+    assert {name: found[name] for name in ("temperature", "top_p")} == {"temperature": 0.2, "top_p": 0.9}
 
 
 def test_the_chat_template_comes_from_its_file_or_the_tokenizer_configuration(folder: Path) -> None:
@@ -143,21 +137,25 @@ def test_numbers_that_are_no_token_ids_mean_that_there_is_none(folder: Path) -> 
     settings = {"eos_token_id": [-1, 8, 300], "pad_token_id": -1, "bos_token_id": True}
     (folder / "config.json").write_text(json.dumps(CONFIG | settings))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": -1}))
-    decoder = {"added_tokens_decoder": {"300": {"content": "<end>"}}}
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", **decoder}))
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"<end>": 300}}}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
     model = open_model_folder(str(folder))
     assert (model.end_ids, model.pad_id, model.bos_id) == ((8,), None, None)
     assert model.to_proto(()).end_ids == [8]
 
 
-@pytest.mark.parametrize("place", ["tokenizer_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "tokenizer.json", "vocabulary", "scored vocabulary"])
 @pytest.mark.parametrize("token", ["<end>", {"content": "<end>", "__type": "AddedToken"}])
 def test_the_end_token_of_the_tokenizer_ends_sequences_too(folder: Path, place: str, token: object) -> None:
-    listed: dict[str, object] = {"added_tokens_decoder": {"6": {"content": "<pad>"}, "9": {"content": "<end>"}}}
-    if place == "tokenizer.json":
-        listed = {}
-        added = [{"id": 6, "content": "<pad>"}, {"id": 9, "content": "<end>"}]
-        (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    listed: dict[str, object] = {}
+    contents: dict[str, object] = {"model": {"vocab": {"<pad>": 6, "<end>": 9}}}
+    if place == "tokenizer_config.json":
+        listed = {"added_tokens_decoder": {"6": {"content": "<pad>"}, "9": {"content": "<end>"}}}
+    elif place == "tokenizer.json":
+        contents = {"added_tokens": [{"id": 6, "content": "<pad>"}, {"id": 9, "content": "<end>"}]}
+    elif place == "scored vocabulary":
+        contents = {"model": {"vocab": [[str(i), 0.0] for i in range(9)] + [["<end>", -1.0]]}}
+    (folder / "tokenizer.json").write_text(json.dumps(contents))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": token, "bos_token": None, **listed}))
     model = open_model_folder(str(folder))
     assert (model.end_ids, dict(model.special_tokens)) == ((7, 8, 9), {"eos_token": "<end>", "bos_token": None})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from midstream.errors import ConfigError
 from midstream.model.tokenizer import Tokenizer
+from midstream.model.tokenizer_file import TokenizerFiles
 
 TEXTS = ("", "a b", "<s>a</s> b", " b<extra>  a", "a<tool>b <tool>", "<|end|><|end|>a", "b<pad> <mask>")
 
@@ -74,6 +78,138 @@ def test_ids_and_texts_are_those_of_transformers(tmp_path: Path, config: dict[st
             for skips in (True, False):
                 assert ours.decode(ids, skip_special_tokens=skips) == theirs.decode(ids, skip_special_tokens=skips)
         assert ours.encode_pair(text, "b a") == theirs.encode(text, "b a")
+
+
+def assert_same(folder: Path, texts: Sequence[str]) -> None:
+    """Check that ids and texts, and the names of special tokens, are those of transformers."""
+    ours, theirs = Tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    assert {word: ours.encode(word, add_special_tokens=False) for word in texts} == {
+        word: theirs.encode(word, add_special_tokens=False) for word in texts
+    }
+    assert ours.vocab_size == len(theirs)
+    for skips in (True, False):
+        assert [ours.decode([i, 97], skip_special_tokens=skips) for i in range(256, ours.vocab_size)] == [
+            theirs.decode([i, 97], skip_special_tokens=skips) for i in range(256, ours.vocab_size)
+        ]
+    named = {name: text for name, text in TokenizerFiles(folder).special_tokens.items() if text is not None}
+    assert named == theirs.special_tokens_map
+    for name, token in named.items():
+        assert TokenizerFiles(folder).id_of(name) == theirs.convert_tokens_to_ids(token)
+
+
+# The places that may declare <x>, with the values that differ in meaning.
+FLAGS = [{"special": special, "normalized": flag} for special in (False, True) for flag in (False, True)]
+IN_TOKENIZER = [None, {}, *FLAGS]  # absent, in the vocabulary, added
+IN_LIST: list[dict[str, Any]] = [{}, {"added_tokens_decoder": {}}]
+IN_LIST += [{"added_tokens_decoder": {"260": listed("<x>", **flags)}} for flags in FLAGS]
+# Only every 13th combination is tested by default.
+STRIDE = 1 if os.environ.get("TEST_ALL_TOKENIZERS") else 13
+TYPED = {"__type": "AddedToken"}
+NAMES: list[dict[str, Any]] = [
+    {},
+    {"eos_token": "<x>"},
+    {"eos_token": {**listed("<x>"), **TYPED}},
+    {"eos_token": {**listed("<x>", special=True, normalized=True), **TYPED}},
+    {"additional_special_tokens": ["<x>"]},
+    {"additional_special_tokens": [{**listed("<x>"), **TYPED}]},
+    {"extra_special_tokens": ["<y>", {**listed("<x>", special=True), **TYPED}], "pad_token": "<|end|>"},
+    {"extra_special_tokens": {"image_token": "<x>"}, "mask_token": "<m>", "bos_token": "<b>"},
+    {"model_specific_special_tokens": {"image": "<x>"}},
+    {"model_specific_special_tokens": {"image": "<z>"}, "video_token": "<x>"},
+    {"image_token": "<x>"},
+    {"image_token": {**listed("<x>", lstrip=True), **TYPED}},
+    {"extra_special_tokens": [], "additional_special_tokens": ["<x>"]},
+]
+OTHER_FILES: list[dict[str, Any]] = [
+    {},
+    {"special_tokens_map.json": {"eos_token": "<x>"}},
+    {"special_tokens_map.json": {"eos_token": listed("<x>", lstrip=True)}},
+    {"special_tokens_map.json": {"additional_special_tokens": ["<x>", "<z>"]}},
+    {"special_tokens_map.json": {"extra_special_tokens": [{"content": "<x>", "lstrip": True}, "<z>"]}},
+    {"special_tokens_map.json": {"extra_special_tokens": {"image_token": "<x>"}}},
+    {"special_tokens_map.json": {"image_token": "<x>"}},
+    {"added_tokens.json": {"<x>": 260}},
+    {"added_tokens.json": {"<y>": 261, "<x>": 260}, "special_tokens_map.json": {"additional_special_tokens": ["<x>"]}},
+]
+
+
+@pytest.mark.parametrize("in_tokenizer", IN_TOKENIZER, ids=str)
+@pytest.mark.parametrize("in_list", IN_LIST, ids=str)
+def test_every_declaration_of_a_token_means_what_it_means_to_transformers(
+    tmp_path: Path, in_tokenizer: dict[str, Any] | None, in_list: dict[str, Any]
+) -> None:
+    wrong = {}
+    first = (IN_TOKENIZER.index(in_tokenizer) + len(IN_TOKENIZER) * IN_LIST.index(in_list)) % STRIDE
+    for number, (names, files) in list(enumerate(itertools.product(NAMES, OTHER_FILES)))[first::STRIDE]:
+        folder = write_folder(tmp_path / str(number), {**names, **in_list})
+        fields = json.loads((folder / "tokenizer.json").read_text())
+        fields["normalizer"] = {"type": "Lowercase"}
+        if in_tokenizer is not None:
+            fields["model"]["vocab"]["<x>"] = 260
+        if in_tokenizer:
+            fields["added_tokens"].append({"id": 260, **listed("<x>", **in_tokenizer)})
+        (folder / "tokenizer.json").write_text(json.dumps(fields))
+        for name, contents in files.items():
+            (folder / name).write_text(json.dumps(contents))
+        try:
+            assert_same(folder, ("a <x>b", "<X>", "<y><z>", "<m> <b>", "<|end|>"))
+        except AssertionError as error:
+            wrong[f"{names} {files}"] = str(error)
+    assert not wrong
+
+
+def test_the_token_of_padding_is_special(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", {})
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    fields["padding"] = {
+        "strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_id": 258, "pad_type_id": 0,
+        "pad_token": "<|end|>",
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    assert_same(folder, ("<|end|>",))
+
+
+def test_new_tokens_get_the_ids_of_the_library(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", {"pad_token": "<p>", "eos_token": "<e>"})
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    fields["model"]["vocab"]["zz"] = 900  # after a gap
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    assert TokenizerFiles(folder).id_of("eos_token") == 261
+    assert Tokenizer(folder).encode("<e><p>") == [261, 262]
+
+
+def test_special_tokens_of_a_text_may_be_split(tmp_path: Path) -> None:
+    config = {"eos_token": "<|end|>", "split_special_tokens": True, "added_tokens_decoder": {"260": listed("<tool>")}}
+    folder = write_folder(tmp_path / "model", config)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert Tokenizer(folder).encode("<|end|><tool>") == theirs.encode("<|end|><tool>") != [259, 260]
+    whole = write_folder(tmp_path / "whole", {**config, "split_special_tokens": False})
+    assert TokenizerFiles(whole).fingerprint(()) != TokenizerFiles(folder).fingerprint(())
+
+
+@pytest.mark.parametrize(
+    ("settings", "cleans"),
+    [
+        ({"clean_up_tokenization_spaces": False}, False),
+        ({"clean_up_tokenization_spaces": True}, False),  # the model is a BPE
+        ({"clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True}, False),
+        (
+            {
+                "clean_up_tokenization_spaces": True,
+                "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True,
+            },
+            True,
+        ),
+    ],
+)
+def test_spaces_that_transformers_would_remove_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, bool], cleans: bool
+) -> None:
+    folder = write_folder(tmp_path / "model", settings)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    ids = theirs.encode("a .")
+    assert (theirs.decode(ids) != Tokenizer(folder).decode(ids)) is cleans
+    assert any("clean_up_tokenization_spaces has no effect" in record.message for record in caplog.records) is cleans
 
 
 def test_special_tokens_of_an_older_folder_are_in_a_file_of_their_own(tmp_path: Path) -> None:

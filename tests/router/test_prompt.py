@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import transformers
+from tokenizers import models, pre_tokenizers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
@@ -227,6 +229,32 @@ def test_a_template_sees_what_templates_expect() -> None:
     with closing(ChatTemplate(source, {"bos_token": "<s>"})) as template:
         text = template.render(turns, tools=[{"name": "<é>"}], variables={"mood": "!"})
     assert text == '<s>ab[{"name": "<é>"}]!>[0, 1, 2]'
+
+
+@pytest.mark.parametrize("normalizer", [None, {"type": "Lowercase"}], ids=["unchanged", "lower"])
+@pytest.mark.parametrize("size", [1, 300])
+async def test_a_text_for_which_the_tokenizer_has_no_tokens_is_refused(
+    folder: ModelFolder, tmp_path: Path, normalizer: dict[str, str] | None, size: int
+) -> None:
+    vocabulary = {"hi": 0, "ho": 1}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    spec = json.loads(tokenizer.to_str()) | {"normalizer": normalizer}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    model = dataclasses.replace(folder, path=tmp_path, chat_template="{{ messages[0].content }}")
+    with closing(PromptBuilder(model, 1)) as builder:
+        assert await builder.token_ids(pb.GenerateRequest(prompt="hi ho")) == [0, 1]
+        chat = pb.ChatInput(messages=[pb.ChatMessage(role="user", content="ha " * size)])
+        for request, field in (
+            (pb.GenerateRequest(prompt="ha " * size), "prompt"),
+            (pb.GenerateRequest(chat=chat), "chat"),
+        ):
+            with pytest.raises(InvalidArgumentError, match="cannot be tokenized by this model") as raised:
+                await builder.token_ids(request)
+            assert raised.value.field == field
+        with pytest.raises(InvalidArgumentError, match="cannot be tokenized by this model") as raised:
+            await builder.bad_word_ids(["ha"])
+        assert raised.value.field == "stopping.bad_words"
 
 
 async def chat_text(folder: ModelFolder, tools: str = "", template_variables: str = "") -> str:

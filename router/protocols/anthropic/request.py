@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
 from router.parsers.machine import Schema
-from router.pipeline.prompt import PromptOptions
+from router.pipeline.prompt import PromptOptions, text_of
 from router.pipeline.request_checks import MAX_NAME
 from router.protocols.contents import add_image, add_text, image_names, image_of_base64
 from router.protocols.conversation import EFFORTS, ChatModel, Conversation, Tools, drop_format
@@ -186,7 +186,8 @@ def _check_prefill(turn: pb.ChatMessage) -> None:
     """Check the assistant's text at the end of the conversation, which the answer continues."""
     if turn.tool_calls_json:
         raise InvalidArgumentError("must end with a tool_result for every tool_use of the last turn", field="messages")
-    if not turn.content or turn.content != turn.content.rstrip():
+    text = text_of(turn)
+    if not text or text != text.rstrip():
         raise InvalidArgumentError(
             "the last assistant turn must have text without white space at its end", field="messages"
         )

@@ -6,8 +6,7 @@ import json
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
-from router.parsers.machine import parse_json
-from router.protocols.contents import add_image, add_text, image_of_url
+from router.protocols.contents import add_image, add_text, check_arguments, image_of_url
 from router.protocols.openai.body import Body
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -79,15 +78,11 @@ def _add_content(turn: pb.ChatMessage, message: Body, image_fields: list[str]) -
 
 
 def _tool_call(call: Body) -> dict[str, object]:
-    """Parse a call's arguments: templates expect an object, but OpenAI's clients send JSON text."""
     function = call.child("function")
     if function is None:
         raise InvalidArgumentError("must be an object", field=call.path("function"))
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = parse_json(arguments or "{}")
-        except ValueError:
-            raise InvalidArgumentError("is not JSON", field=function.path("arguments")) from None
+        check_arguments(arguments, function.path("arguments"))
     function_fields = {"name": function.text("name") or "", "arguments": arguments}
     return {"id": call.text("id") or "", "type": "function", "function": function_fields}

@@ -99,7 +99,9 @@ def _fill_sampling(body: Body, sampling: pb.SamplingConfig) -> None:
     seed = body.integer("seed", -_SEED_RANGE // 2, _SEED_RANGE - 1)
     if seed is not None:
         sampling.seed = seed % _SEED_RANGE
-    sampling.min_tokens = body.integer("min_tokens") or 0
+    min_tokens = body.integer("min_tokens")
+    if min_tokens is not None:
+        sampling.min_tokens = min_tokens
     num_sequences = body.integer("n", 1)
     if num_sequences is not None:
         sampling.num_return_sequences = num_sequences

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
-from router.parsers.machine import parse_json
-from router.protocols.contents import add_image, add_text, image_of_url
+from router.protocols.contents import add_image, add_text, check_arguments, image_of_url
 from router.protocols.openai.body import Body
 
 Item = dict[str, object]
@@ -105,7 +104,9 @@ class Turns:
             elif kind == "reasoning":
                 self._assistant().reasoning_content += _reasoning(item)
             elif kind == "function_call":
-                self._call(item, _arguments(item))
+                arguments = item.text("arguments") or ""
+                check_arguments(arguments, item.path("arguments"))
+                self._call(item, arguments)
             elif kind == "custom_tool_call":
                 self._call(item, {"input": item.text("input") or ""})
             elif kind in ("function_call_output", "custom_tool_call_output"):
@@ -223,11 +224,3 @@ def _call_id(item: Body) -> str:
     if not call_id:
         raise InvalidArgumentError("must be set", field=item.path("call_id"))
     return call_id
-
-
-def _arguments(item: Body) -> object:
-    """Parse a call's arguments to an object, which templates expect."""
-    try:
-        return parse_json(item.text("arguments") or "{}")
-    except ValueError:
-        raise InvalidArgumentError("is not JSON", field=item.path("arguments")) from None

@@ -364,8 +364,8 @@ def test_blocks_become_turns() -> None:
         },
     ]
     turns = read(messages=blocks).conversation.request.chat.messages
-    assert [(turn.role, turn.content) for turn in turns] == [
-        ("user", "a\nb"), ("assistant", "I look."), ("tool", "sun"), ("user", "And?"),
+    assert [(turn.role, [part.text for part in turn.parts]) for turn in turns] == [
+        ("user", ["a", "b"]), ("assistant", ["I look."]), ("tool", ["sun"]), ("user", ["And?"]),
     ]  # fmt: skip
     assert turns[1].reasoning_content == "Hm."
     assert json.loads(turns[1].tool_calls_json)[0]["function"] == {"name": "weather", "arguments": {"city": "Oslo"}}
