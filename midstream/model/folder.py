@@ -61,7 +61,7 @@ _EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 # Parameters that generation_config.json may recommend for requests that do not set them.
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Version of the folders made from GGUF files; increment it when the same file would result in a different folder.
-_GGUF_LAYOUT = 4
+_GGUF_LAYOUT = 5
 _TEMPLATE, _MORE_TEMPLATES = "chat_template", "additional_chat_templates"
 _MANIFEST = "midstream.json"
 _MANIFEST_VERSION = 1

@@ -422,7 +422,7 @@ def test_the_embedded_model_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MIDSTREAM_HOME")
     model = open_model_folder("smollm2")
     assert (model.name, model.architecture, model.weights_format) == ("smollm2", "llama", "gguf")
-    assert (model.vocab_size, model.hidden_size, model.num_layers, model.end_ids) == (49152, 576, 30, (2,))
+    assert (model.vocab_size, model.hidden_size, model.num_layers, model.end_ids) == (49152, 576, 30, (2, 4, 0))
     assert model.chat_template is not None
     tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
     assert tokenizer.encode("<|im_start|>user\nHi 42").tokens == ["<|im_start|>", "user", "Ċ", "Hi", "Ġ", "4", "2"]
