@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from midstream.errors import ConfigError
 from midstream.model.families import SERVED_FAMILIES
+from midstream.model.git_lfs import refuse_pointer
 from midstream.model.hub import download, is_hub_name, repository_of
 from midstream.model.json_file import read_json
+from midstream.model.safetensors_file import read_safetensors_head
 from midstream.model.tokenizer_file import special_tokens, tokenizer_fingerprint
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penal
 # Version of the folders made from GGUF files; increment it when the same file would result in a different folder.
 _GGUF_LAYOUT = 5
 _TEMPLATE, _MORE_TEMPLATES = "chat_template", "additional_chat_templates"
+_INDEX = "model.safetensors.index.json"
 _MANIFEST = "midstream.json"
 _MANIFEST_VERSION = 1
 # Advice in the error, by the suffix of weight files that are not supported.
@@ -97,6 +100,8 @@ class ModelFolder:
         tokenizer_fingerprint: sha256 over the tokenizer, its special tokens and the end ids, hexadecimal: services with
             the same value give the same text for the same tokens.
         sampling_defaults: Recommended sampling parameters, under their names in generation_config.json.
+        has_head: Whether the weights include a head, or it is tied to the embedding. Without a head, as in most models
+            for embeddings, the model has hidden states but cannot generate tokens.
     """
 
     path: Path
@@ -118,6 +123,7 @@ class ModelFolder:
     tool_template: str | None = None
     special_tokens: Mapping[str, str | None] = field(default_factory=dict)
     tokenizer_fingerprint: str = ""
+    has_head: bool = True
 
     @property
     def templates(self) -> str:
@@ -137,7 +143,7 @@ class ModelFolder:
     @property
     def num_labels(self) -> int | None:
         """Number of classes of a model with a classification head; None for a model that generates text."""
-        if not any(str(name).endswith(_CLASSIFIER) for name in self.config.get("architectures") or ()):
+        if not _is_classifier(self.config):
             return None
         labels = self.config.get("id2label")
         # transformers' default, which config.json leaves out, is two labels.
@@ -271,6 +277,8 @@ def _open_folder(path: Path) -> ModelFolder:
     config = read_json(path / "config.json")
     _refuse_own_code(path, config)
     weight_files = _weight_files(path)
+    for file in weight_files:
+        refuse_pointer(file)
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(f"the model folder {path} lacks tokenizer.json", field="model")
     manifest = _manifest(path, weight_files)
@@ -316,9 +324,25 @@ def _open_folder(path: Path) -> ModelFolder:
         tokenizer_fingerprint=tokenizer_fingerprint(path, end_ids),
         weights_format="gguf" if weight_files[0].suffix == ".gguf" else "safetensors",
         weight_files=weight_files,
+        has_head=_has_head(path, text, weight_files),
         sampling_defaults=_sampling_defaults(generation),
         config=config,
     )
+
+
+def _is_classifier(config: Mapping[str, Any]) -> bool:
+    return any(str(name).endswith(_CLASSIFIER) for name in config.get("architectures") or ())
+
+
+def _has_head(path: Path, text: dict[str, Any], weight_files: tuple[Path, ...]) -> bool:
+    """Return whether the model has a head. All families that run natively give it the same name."""
+    if _is_classifier(text):
+        return True
+    is_known = any(family.is_own and text.get("model_type") in family.types for family in SERVED_FAMILIES)
+    if not is_known or text.get("tie_word_embeddings") is not False or weight_files[0].suffix == ".gguf":
+        return True
+    names = read_json(path / _INDEX).get("weight_map", {}) if len(weight_files) > 1 else None
+    return any("lm_head" in name.split(".") for name in names or read_safetensors_head(weight_files[0]))
 
 
 def _refuse_own_code(path: Path, config: dict[str, Any]) -> None:
@@ -346,7 +370,7 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
         return (path / "model.gguf",)
     if (path / "model.safetensors").is_file():
         return (path / "model.safetensors",)
-    index = path / "model.safetensors.index.json"
+    index = path / _INDEX
     if not index.is_file():
         others = sorted(file.name for file in path.iterdir() if file.suffix in _OTHER_WEIGHTS)
         advice = _OTHER_WEIGHTS[Path(others[0]).suffix].format(others[0]) if others else ""

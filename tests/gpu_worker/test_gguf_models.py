@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf.constants import Keys
@@ -31,10 +32,14 @@ MODELS: dict[str, tuple[gguf.MODEL_ARCH, str, dict[str, Any]]] = {
 
 
 def write_gguf(
-    path: Path, architecture: str, model: torch.nn.Module, rope: Mapping[str, str | float] = MappingProxyType({})
+    path: Path,
+    architecture: str,
+    model: torch.nn.Module,
+    rope: Mapping[str, str | float] = MappingProxyType({}),
+    dtype: type = np.float32,
 ) -> None:
-    """Write a model with float32 tensors and the tensor names of the `gguf` package; `rope` contains settings, by their
-    keys in that package.
+    """Write a model with tensors of type `dtype` and the tensor names of the `gguf` package; `rope` contains settings,
+    by their keys in that package.
     """
     config: Any = model.config
     writer = gguf.GGUFWriter(path, architecture)
@@ -66,11 +71,30 @@ def write_gguf(
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             stored = names.get_name(name, (".weight", ".bias"))
             assert stored is not None
-            writer.add_tensor(stored, tensor.numpy())
+            writer.add_tensor(stored, tensor.numpy().astype(dtype))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16])
+def test_floats_of_other_sizes(dtype: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_tiny_model(tmp_path / "made", "Qwen2", tie_word_embeddings=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.half())
+    write_gguf(tmp_path / "file.gguf", "qwen2", model, dtype=dtype)
+    check_logits(tmp_path, model, monkeypatch)
+
+
+def test_a_type_without_values_is_named(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "made", "Qwen2", tie_word_embeddings=True)
+    write_gguf(tmp_path / "file.gguf", "qwen2", model, dtype=np.int32)
+    (tmp_path / "folder").mkdir()
+    lay_down(tmp_path / "file.gguf", tmp_path / "folder", {})
+    with pytest.raises(UnsupportedError, match=r"the tensor \S+ has the type I32, which is not supported"):
+        make_runner(tmp_path / "folder", implementation="native")
 
 
 @pytest.mark.parametrize("architecture", MODELS)

@@ -95,6 +95,13 @@ class Names:
     latent_kv_norm: str = "self_attn.kv_a_layernorm"
     latent_kv_up: str = "self_attn.kv_b_proj"
 
+    @property
+    def all_prefixes(self) -> tuple[str, ...]:
+        """The prefixes, and those of files that contain only the model without its head: transformers leaves the name
+        of the part with the layers out.
+        """
+        return tuple(dict.fromkeys((*self.prefixes, *(prefix.partition(".")[2] for prefix in self.prefixes))))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
