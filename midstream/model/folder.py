@@ -27,6 +27,7 @@ from midstream.model.families import SERVED_FAMILIES
 from midstream.model.git_lfs import refuse_pointer
 from midstream.model.hub import download, is_hub_name, repository_of
 from midstream.model.json_file import read_json
+from midstream.model.prepare.tokenizer_conversion import convert_tokenizer, convertible_tokenizer
 from midstream.model.safetensors_file import read_safetensors_head
 from midstream.model.tokenizer_file import special_tokens, tokenizer_fingerprint
 
@@ -203,17 +204,24 @@ def open_model_folder(model: str) -> ModelFolder:
 
 
 def prepare_model_folder(model: str, target: Path) -> ModelFolder:
-    """Create a folder for `model` at `target` and open it.
+    """Create a folder for `model` at `target` and open it. The tokenizer of a folder is converted if it has only files
+    of older formats.
 
     Raises:
         ConfigError: As in `open_model_folder`, or `target` exists.
     """
     if target.exists():
         raise ConfigError(f"{target} already exists", field="output")
-    source = open_model_folder(model).path
+    path = Path(model).expanduser()
+    is_incomplete = path.is_dir() and not (path / "tokenizer.json").is_file() and bool(convertible_tokenizer(path))
+    source = path if is_incomplete else open_model_folder(model).path
     target.parent.mkdir(parents=True, exist_ok=True)
     with staging_folder(target) as staging:
         shutil.copytree(source, staging, dirs_exist_ok=True)
+        if is_incomplete:
+            convert_tokenizer(staging, source)
+            _open_folder(staging)
+            (staging / _MANIFEST).unlink()  # it names the folder
     return _open_folder(target)
 
 
@@ -280,7 +288,7 @@ def _open_folder(path: Path) -> ModelFolder:
     for file in weight_files:
         refuse_pointer(file)
     if not (path / "tokenizer.json").is_file():
-        raise ConfigError(f"the model folder {path} lacks tokenizer.json", field="model")
+        raise ConfigError(f"the model folder {path} lacks tokenizer.json{_tokenizer_advice(path)}", field="model")
     manifest = _manifest(path, weight_files)
     generation = read_json(path / "generation_config.json", optional=True)
     architecture = config.get("model_type")
@@ -385,6 +393,17 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
         if not (path / name).is_file():
             raise ConfigError(f"the model folder {path} lacks {name}", field="model")
     return tuple(path / name for name in names)
+
+
+def _tokenizer_advice(path: Path) -> str:
+    """Return what to do about the files that a folder has instead of tokenizer.json."""
+    if names := convertible_tokenizer(path):
+        return f"; `midstream prepare {path} --output NEW_FOLDER` makes it from {' and '.join(names)} with transformers"
+    if (path / "tekken.json").is_file():
+        return (
+            "; tekken.json (of mistral-common) is not read: use a repository of this model with files for transformers"
+        )
+    return ""
 
 
 def _manifest(path: Path, weight_files: tuple[Path, ...]) -> dict[str, Any]:

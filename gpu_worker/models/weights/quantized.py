@@ -103,6 +103,8 @@ def _gptq(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         _refuse(f"{place} has GPTQ with {settings.get('bits')} bits; supported are 4 and 8")
     if settings.get("dynamic"):
         _refuse(f"{place} has GPTQ with settings for single modules (dynamic)")
+    if settings.get("pack_dtype") not in (None, "int32", "torch.int32"):
+        _refuse(f"{place} has GPTQ packed into {settings['pack_dtype']} (pack_dtype); only int32 is supported")
     kind = "marlin" if settings.get("is_marlin_format") else _layout(settings, "checkpoint_format", "gptq")
     if kind not in ("gptq", "gptq_v2"):
         _refuse(f"{place} has GPTQ in the format {kind!r}")
