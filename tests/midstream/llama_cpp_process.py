@@ -8,6 +8,7 @@ lines are llama.cpp's log.
 import json
 import sys
 import urllib.request
+from typing import Any
 
 import xllamacpp
 
@@ -25,7 +26,7 @@ def main() -> None:
         params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_LAST
     server = xllamacpp.Server(params)
 
-    def post(path: str, **body: object):
+    def post(path: str, **body: object) -> Any:
         data = json.dumps(body).encode()
         request = urllib.request.Request(server.listening_address + path, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as answer:
