@@ -63,7 +63,8 @@ def read_text_encoder(folder: Path) -> TextEncoder:
     prompts, default = _prompts(folder)
     places = [place for kind, place in modules if kind == "Pooling"]
     pooling_file = folder / (places[0] if places else _DEFAULT_POOLING) / "config.json"
-    pooling, includes_prompt = ("lasttoken",), True
+    pooling: tuple[str, ...] = ("lasttoken",)
+    includes_prompt = True
     if places or (not modules and pooling_file.is_file()):
         pooling, includes_prompt = _pooling(pooling_file)
     elif any(kind == "Transformer" for kind, _ in modules):

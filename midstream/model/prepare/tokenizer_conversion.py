@@ -37,7 +37,7 @@ def convert_tokenizer(folder: Path, source: Path) -> None:
         raise ConfigError(f"converting {names} in {source} requires transformers: {error}", field="model") from None
     with tempfile.TemporaryDirectory() as temporary:
         try:
-            AutoTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(temporary)  # type: ignore[no-untyped-call]
+            AutoTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(temporary)
         except Exception as error:  # the library raises errors of many kinds for files that it cannot read
             raise ConfigError(f"transformers cannot convert {names} in {source}: {error}", field="model") from error
         if not (Path(temporary) / "tokenizer.json").is_file():
