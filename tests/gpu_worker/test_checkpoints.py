@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,11 @@ def save_base(folder: Path, model: torch.nn.Module) -> Any:
     return base
 
 
-def last_state(folder: Path, **settings: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return the hidden state at the end of PROMPT, as requests for embeddings do."""
+def last_state(folder: Path, tokens: Sequence[int] = PROMPT, **settings: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return the hidden state at the last token, as requests for embeddings do."""
     runner = make_runner(folder, activations="f32", kv="f32", **settings)
     name = f"hidden_states.{SHAPE['num_hidden_layers']}"
-    request = pb.GenerateRequest(request_id="r", max_tokens=1, token_ids=pb.TokenIds(values=PROMPT))
+    request = pb.GenerateRequest(request_id="r", max_tokens=1, token_ids=pb.TokenIds(values=tokens))
     request.output.additional_outputs.add(name=name)
     (made,) = CoreWithRunners(runner, ()).run([request])
     return np.frombuffer(contents(made)[0].tensors[name], np.float32)
