@@ -125,7 +125,9 @@ def _is_linear(name: str, shape: tuple[int, ...], names: Names) -> bool:
     """Return whether to quantize this tensor: a matrix of the language model's layers with whole groups of columns."""
     module, _, kind = name.rpartition(".")
     layer = names.layer.partition("{}")[0].removeprefix(names.prefixes[0])
-    if not module.startswith(tuple(prefix + layer for prefix in names.prefixes)) or module.endswith(names.transposed):
+    if not module.startswith(tuple(prefix + layer for prefix in names.all_prefixes)) or module.endswith(
+        names.transposed
+    ):
         return False
     return kind == "weight" and len(shape) == 2 and shape[1] % GROUP == 0 and not _LEFT_ALONE.search(module)
 

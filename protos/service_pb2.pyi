@@ -27,9 +27,7 @@ class _Pooling:
 class _PoolingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
-    """The pooling defined by the model folder's 1_Pooling/config.json (sentence-transformers); without this file,
-    POOLING_LAST.
-    """
+    """The pooling defined by the model folder's module Pooling (sentence-transformers); without one, POOLING_LAST."""
     POOLING_LAST: _Pooling.ValueType  # 1
     """The hidden state at the last token."""
     POOLING_MEAN: _Pooling.ValueType  # 2
@@ -38,9 +36,7 @@ class _PoolingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper): ...
 
 POOLING_UNSPECIFIED: Pooling.ValueType  # 0
-"""The pooling defined by the model folder's 1_Pooling/config.json (sentence-transformers); without this file,
-POOLING_LAST.
-"""
+"""The pooling defined by the model folder's module Pooling (sentence-transformers); without one, POOLING_LAST."""
 POOLING_LAST: Pooling.ValueType  # 1
 """The hidden state at the last token."""
 POOLING_MEAN: Pooling.ValueType  # 2

@@ -146,9 +146,9 @@ class _Lora:
         self._num_layers, self._description = description.num_layers, description
         self._with_experts = [mixture is not None for mixture in description.mixtures]
         self._shapes, self._paths = module_shapes(description), module_paths(description)
-        # In models of text and images, the layers are nested deeper.
+        # In models of text and images, the layers are nested deeper, and in models without a head less deep.
         names = family_of(description.architecture).names
-        prefixes, layer = names.prefixes, names.layer.removeprefix(names.prefixes[0])
+        prefixes, layer = names.all_prefixes, names.layer.removeprefix(names.prefixes[0])
         start = layer.partition("{}")[0]
         held = (p for p in prefixes if any(name.startswith(_PREFIX + p + start) for name in tensors))
         self._layer = next(held, prefixes[0]) + layer
@@ -264,12 +264,14 @@ class _Lora:
     def _setting(self, patterns: str, path: str, default: float) -> float:
         """Return a module's value in rank_pattern or alpha_pattern, or the default if it has none."""
         for key, value in (self._config.get(patterns) or {}).items():
-            # PEFT writes this prefix if it converts modules to parameters; without the prefix, the pattern matches the
-            # same paths.
-            pattern = key.removeprefix(r".*\.")
-            if not pattern.replace(".", "").replace("_", "").isalnum():
-                raise UnsupportedError(f"{self._config_path}: {patterns}: {pattern!r} is not a name", field="path")
-            if _is_suffix(pattern, path):
+            # Keys are regular expressions for the end of a path, or with ^ for the whole path; of these, only names are
+            # evaluated. PEFT writes the prefix .*\. if it converts modules to parameters; without the prefix, the
+            # pattern matches the same paths.
+            name = key.removeprefix("^").removeprefix(r".*\.").removesuffix("$").replace(r"\.", ".")
+            if not name.replace(".", "").replace("_", "").isalnum():
+                raise UnsupportedError(f"{self._config_path}: {patterns}: {key!r} is not a name", field="path")
+            is_whole = key.startswith("^") and not key.startswith(r"^.*\.")
+            if path == name if is_whole else _is_suffix(name, path):
                 return self._number(patterns, value)
         return default
 

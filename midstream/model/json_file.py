@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from midstream.errors import ConfigError
+from midstream.model.git_lfs import refuse_pointer
 
 _MAX_BYTES = 256 << 20
 
@@ -26,6 +27,7 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
+        refuse_pointer(path)
         raise ConfigError(f"{path} is not JSON: {error}", field="model") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is not a JSON object", field="model")

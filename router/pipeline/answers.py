@@ -43,11 +43,13 @@ _CLASSES = {1: Answers(0), 2: Answers(1, 0)}
 
 
 def answers_of(folder: ModelFolder) -> Answers | None:
-    """Return the model's answers; None if the model was not trained to score this way. Raises ConfigError if the file
-    is not JSON, or does not name tokens of the model.
+    """Return the model's answers; None if the model was not trained to score this way, or has no head. Raises
+    ConfigError if the file is not JSON, or does not name tokens of the model.
     """
     if folder.num_labels is not None:
         return _CLASSES.get(folder.num_labels)
+    if not folder.has_head:
+        return None
     file = folder.path / "1_LogitScore" / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -9,7 +9,6 @@ probability of one of two tokens as the answer to a query and a document.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import operator
 import sys
@@ -17,17 +16,17 @@ from array import array
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import TypeVar
 
 from midstream.chunk import Chunk, Usage
 from midstream.errors import (
-    ConfigError,
+    ContextLengthError,
     ExecutionError,
     InvalidArgumentError,
     UnsupportedError,
 )
 from midstream.extras import join_tensors
+from midstream.model.sentence_transformers import read_text_encoder
 from protos import generation_pb2 as pb
 from router.pipeline.answers import Answers, answers_of
 from router.pipeline.concurrent import run_all
@@ -50,26 +49,7 @@ class Pooling(StrEnum):
     MEAN = "mean"
 
 
-def pooling_of(folder: Path) -> Pooling | None:
-    """Return the pooling for which the model was trained, according to sentence-transformers' `1_Pooling/config.json`.
-
-    Returns:
-        None if it is neither LAST nor MEAN; LAST if the model has no such file.
-
-    Raises:
-        ConfigError: The file is not JSON.
-    """
-    file = folder / "1_Pooling" / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return Pooling.LAST
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}", field="model") from None
-    modes = {key.removeprefix("pooling_mode_") for key, value in config.items() if value is True}
-    known = {"lasttoken": Pooling.LAST, "mean_tokens": Pooling.MEAN}
-    chosen = modes & {*known, "cls_token", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens"}
-    return known.get(chosen.pop()) if len(chosen) == 1 else None
+_POOLINGS = {"lasttoken": Pooling.LAST, "mean": Pooling.MEAN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +125,7 @@ class Embedder:
         self.front = front
         self._model = front.runner.model
         self._output = f"hidden_states.{self._model.num_layers}"
-        self._pooling = pooling_of(self._model.path)
+        self._encoder = read_text_encoder(self._model.path)
         self.answers = answers_of(self._model)
 
     async def embed(
@@ -155,6 +135,7 @@ class Embedder:
         shape: VectorShape,
         *,
         pooling: Pooling | None = None,
+        prompt_name: str | None = None,
         timeout_s: float | None = None,
         key: str = "",
     ) -> tuple[list[Vector], Usage]:
@@ -164,17 +145,16 @@ class Embedder:
             base: The native request of each input, without its prompt and output options. With several inputs, a number
                 is added to its request id.
             pooling: How to pool; None for the pooling that the model was trained for.
+            prompt_name: The prompt of the model to put before texts; None for its default one, if it has any.
             timeout_s: Time left until the call's deadline.
             key: The idempotency key that the request id was derived from; empty if there is none.
 
         Raises:
             MidstreamError: An input failed; the others are aborted.
         """
-        pooling = pooling or self._pooling
-        if pooling is None:
-            raise UnsupportedError(
-                "must be set: the model's 1_Pooling/config.json names no supported pooling", field="pooling"
-            )
+        self._check_modules()
+        pooling = pooling or self._own_pooling()
+        inputs = self._with_prompt(inputs, prompt_name, pooling)
         if shape.dimensions is not None and not 1 <= shape.dimensions <= self._model.hidden_size:
             raise InvalidArgumentError(f"must be in 1..{self._model.hidden_size}", field="dimensions")
         is_mean = pooling is Pooling.MEAN
@@ -188,6 +168,44 @@ class Embedder:
 
         output = pb.AdditionalOutput(name=self._output, gather_context=is_mean)
         return await self._compute(base, inputs, output, read, timeout_s, key)
+
+    def _check_modules(self) -> None:
+        if self._encoder.other_modules:
+            modules = ", ".join(self._encoder.other_modules)
+            raise UnsupportedError(
+                f"the embeddings of this model need modules that are not computed: {modules}", field="model"
+            )
+
+    def _own_pooling(self) -> Pooling:
+        """Return the pooling for which the model was trained. Raises UnsupportedError if it is not supported."""
+        modes, file = self._encoder.pooling, self._encoder.pooling_file
+        if len(modes) != 1 or modes[0] not in _POOLINGS:
+            found = f"{file} has {' and '.join(modes)}" if modes else "modules.json has no Pooling"
+            raise UnsupportedError(f"must be set to last or mean: the model's {found}", field="pooling")
+        return _POOLINGS[modes[0]]
+
+    def _with_prompt(
+        self, inputs: Sequence[EmbedInput], prompt_name: str | None, pooling: Pooling
+    ) -> Sequence[EmbedInput]:
+        """Return the inputs with the prompt before those that are texts. Raises an error if there is no such prompt, or
+        if its tokens would have to be excluded.
+        """
+        encoder = self._encoder
+        name = encoder.default_prompt if prompt_name is None else prompt_name
+        if name is None:
+            return inputs
+        if name not in encoder.prompts:
+            known = ", ".join(map(repr, encoder.prompts)) or "none"
+            raise InvalidArgumentError(f"must be one of the model's prompts: {known}", field="prompt_name")
+        prompt = encoder.prompts[name]
+        if prompt and pooling is Pooling.MEAN and not encoder.includes_prompt:
+            raise UnsupportedError(
+                f"{encoder.pooling_file} excludes the prompt from the mean (include_prompt), which is not supported",
+                field="prompt_name",
+            )
+        return [
+            EmbedInput(item.field, prompt + item.prompt) if isinstance(item.prompt, str) else item for item in inputs
+        ]
 
     async def score(
         self, answers: Answers, base: pb.GenerateRequest, pairs: Sequence[Pair], key: str = ""
@@ -216,11 +234,16 @@ class Embedder:
         requests = list(_requests(base, inputs, output, is_kept=bool(key)))
         found: dict[int, _T] = {}
         usages: list[Usage] = []
-        waiting = iter(range(len(inputs)))
+        waiting, longest = iter(range(len(inputs))), self._encoder.max_tokens
 
         async def work() -> None:
             for index in waiting:
-                values, usage = await self._run(requests[index], inputs[index].field, output, timeout_s, key)
+                field = inputs[index].field
+                values, usage = await self._run(requests[index], field, output, timeout_s, key)
+                if longest is not None and usage.prompt_tokens > longest:
+                    raise ContextLengthError(
+                        f"has {usage.prompt_tokens} tokens; the model's max_seq_length allows {longest}", field=field
+                    )
                 found[index] = await read(values, usage)
                 usages.append(usage)
 

@@ -72,7 +72,11 @@ def generation_defaults(model: ModelFolder) -> GenerationDefaults:
         ConfigError: A value is out of range.
     """
     settings = {name: value for name, value in model.generation_config.items() if value is not None}
-    _log_ignored(model, settings)
+    ignored = ignored_settings(settings)
+    if ignored:
+        logger.warning(
+            "%s: these settings have no effect: %s", model.path / "generation_config.json", ", ".join(ignored)
+        )
     sampling = pb.SamplingConfig()
     try:
         for name, target in _SAMPLING.items():
@@ -116,14 +120,16 @@ def _bad_words(settings: Mapping[str, object]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found))
 
 
-def _log_ignored(model: ModelFolder, settings: Mapping[str, object]) -> None:
+def used_settings(settings: Mapping[str, object]) -> list[str]:
+    """Return the names of the settings of generation_config.json that change outputs."""
+    return sorted(name for name in settings if name in _SAMPLING or name in _OTHERS or name == "eos_token_id")
+
+
+def ignored_settings(settings: Mapping[str, object]) -> list[str]:
+    """Return the settings that would change outputs in transformers, but have no effect here, as NAME=VALUE."""
     known = _SAMPLING.keys() | _OTHERS | _NOT_OF_OUTPUT
-    ignored = [
+    return [
         f"{name}={value!r:.100}"
         for name, value in sorted(settings.items())
         if name not in known and value and value != _NEUTRAL.get(name)
     ]
-    if ignored:
-        logger.warning(
-            "%s: these settings have no effect: %s", model.path / "generation_config.json", ", ".join(ignored)
-        )

@@ -72,7 +72,7 @@ class PromptBuilder:
         # A classifier's template may be left over from the base model from which it was fine-tuned.
         has_own_template = re.search("[\"']document[\"']", folder.templates) is not None
         self._joins_pairs = folder.num_labels is not None and not has_own_template
-        tokens = _special_tokens(folder, self.tokenizer)
+        tokens = template_tokens(folder, self.tokenizer)
         sources = folder.chat_template, folder.tool_template
         self._template, self._tool_template = (
             None if source is None else ChatTemplate(source, tokens, num_threads + 1) for source in sources
@@ -232,7 +232,7 @@ def _naming(field: str) -> Iterator[None]:
         raise InvalidArgumentError(error.message, field=field) from None
 
 
-def _special_tokens(folder: ModelFolder, tokenizer: Tokenizer) -> dict[str, str]:
+def template_tokens(folder: ModelFolder, tokenizer: Tokenizer) -> dict[str, str]:
     """Return the special tokens that templates refer to; those that the tokenizer's files do not name are taken from
     the model's configuration.
     """

@@ -143,9 +143,12 @@ def check_request(
         raise InvalidArgumentError(
             "must be at least 1, unless the request asks for an output for the prompt", field="max_tokens"
         )
-    if model.num_labels is not None and (request.output.detokenize or not request.output.HasField("detokenize")):
+    generates = request.output.detokenize or not request.output.HasField("detokenize")
+    if model.num_labels is not None and generates:
         reason = f"{model.name!r} has a classification head and generates no text; use scores, reranking or embeddings"
         raise UnsupportedError(reason, field="model")
+    if not model.has_head and (generates or _needs_head(request)):
+        raise UnsupportedError(f"{model.name!r} has no head and generates no text; use embeddings", field="model")
     images = images_of(request)
     check_images(request, images, model)
     check_virtual_tokens(request, model, has_images=bool(images))
@@ -153,6 +156,16 @@ def check_request(
     check_token_ids(request.token_ids.values, num_token_ids(request, model), "token_ids")
     if request.sampling.HasField("beam_width"):
         _Range(1, max_beam_width).check(request.sampling.beam_width, "sampling.beam_width")
+
+
+def _needs_head(request: pb.GenerateRequest) -> bool:
+    """Return whether the request's output depends on more than hidden states."""
+    output = request.output
+    of_logits = ("log_probs", "prompt_log_probs", "context_logits", "generation_logits")
+    if any(FEATURES[name](request) for name in of_logits):
+        return True
+    names = [item.name for item in output.additional_outputs]
+    return not names or not all(name.startswith("hidden_states.") for name in names)
 
 
 def check_model(name: str, model: ModelFolder) -> None:

@@ -407,7 +407,7 @@ _EMBEDDING_COMMON: Table = {
     "service_tier": ("works", "`flex` means priority -50; `priority` and `fast` mean 50"),
     "cache_salt": ("works", ""),
     "timeout_ms": ("works", ""),
-    "pooling": ("works", "`last` or `mean`; by default the model's own (`1_Pooling/config.json`), else `last`"),
+    "pooling": ("works", "`last` or `mean`; by default the model's own (sentence-transformers' Pooling), else `last`"),
     "truncate_prompt_tokens": ("refused", ""),
 }
 EMBEDDINGS: Table = {
@@ -415,6 +415,10 @@ EMBEDDINGS: Table = {
     "encoding_format": ("works", "float or base64"),
     "dimensions": ("works", "truncates the vector and rescales it to unit length"),
     "normalize": ("works", "if false, returns the unscaled hidden state"),
+    "prompt_name": (
+        "works",
+        "a prompt of `config_sentence_transformers.json`, put before texts; by default `default_prompt_name`",
+    ),
     "messages": ("refused", ""),
     "add_special_tokens": ("ignored", "text gets the tokenizer's special tokens"),
     **_EMBEDDING_COMMON,

@@ -38,6 +38,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     (folder.path / "chat_template.jinja").write_text(TEMPLATE)
     (folder.path / "1_LogitScore").mkdir()
     yes, no = answer_ids(folder)
+    modules = (("Transformer", ""), ("Pooling", "pool"), ("Normalize", "2_Normalize"))
+    (folder.path / "modules.json").write_text(
+        json.dumps([{"path": path, "type": f"a.{kind}"} for kind, path in modules])
+    )
+    (folder.path / "pool").mkdir()
+    (folder.path / "pool" / "config.json").write_text(json.dumps({"pooling_mode": "lasttoken", "include_prompt": True}))
+    (folder.path / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "so the "}}))
+    (folder.path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 180}))
     config = {"true_token_id": yes, "false_token_id": no, "module_input_name": "causal_logits"}
     (folder.path / "1_LogitScore" / "config.json").write_text(json.dumps(config))
     return open_model_folder(str(folder.path))
@@ -116,7 +124,16 @@ async def check_openais_client(service: InProcessService, model: Any, folder: Mo
         np.testing.assert_allclose(np.array(shown), unit(states(model, folder, IDS, is_mean=True)), atol=ATOL)
         one = await client.embeddings.create(input=IDS[0], model="", extra_body={"normalize": False})
         np.testing.assert_allclose(one.data[0].embedding, states(model, folder, IDS[:1])[0], rtol=1e-3, atol=10 * ATOL)
-        for wrong, param in (({"input": []}, "input"), ({"input": ["x", ""]}, "input[1]"), ({"dimensions": 65}, None)):
+        query = await client.embeddings.create(input="stream", model="", extra_body={"prompt_name": "query"})
+        np.testing.assert_allclose(
+            query.data[0].embedding, unit(states(model, folder, ["so the stream"]))[0], atol=ATOL
+        )
+        for wrong, param in (
+            ({"input": []}, "input"),
+            ({"input": ["x", [5] * 181]}, "input[1]"),
+            ({"input": ["x", ""]}, "input[1]"),
+            ({"dimensions": 65}, None),
+        ):
             with pytest.raises(openai.BadRequestError) as raised:
                 await client.embeddings.create(**{"input": "x", "model": ""} | wrong)
             assert raised.value.param == (param or "dimensions")

@@ -25,7 +25,7 @@ attention interface; [gpu.md](gpu.md) lists the models that are rejected, and [f
 that requests may use.
 
 """
-_TAIL = """
+_TOKENIZERS = """
 ## Tokenizers
 
 A folder needs tokenizer.json. Tokens and special tokens that only other files declare are added to it as transformers'
@@ -51,6 +51,36 @@ regular expression after `Fuse`; their text is sent at the end.
 """
 
 
+_FILES = """
+## Files
+
+`midstream check MODEL` reports, without loading weights, what each file of a folder contributes, which settings are
+used, ignored (with the reason) or refused, at which tokens outputs end and why, and what the chat template takes. Its
+exit status is 1 if the model cannot be served as it is.
+
+**Checkpoints** of safetensors may be of a whole model or of its part without a head, whose tensors have no prefix
+`model.`, as `Qwen3Model.save_pretrained` and models for embeddings are. If config.json has `tie_word_embeddings: true`,
+the one matrix may be stored as the embedding or as the head. If it has `false` and there is no head, the model has
+hidden states: embeddings, and scores and reranking by them, work, and other requests are refused. Tensors may have 16,
+32 or 64 bits. A folder without tokenizer.json, but with `tokenizer.model` (this requires the package sentencepiece) or
+`vocab.json` and `merges.txt`, is converted by `midstream prepare FOLDER --output NEW_FOLDER`.
+
+**GGUF files** may have a byte-level (`gpt2`) or SentencePiece (`llama`) vocabulary; others, such as `bert`, are
+refused. Their special tokens follow the rules of llama.cpp (version 0c1e570, `src/llama-vocab.cpp`); tests compare them
+with llama.cpp itself:
+
+- `add_bos_token`, `add_eos_token` and `add_sep_token` decide which tokens a text gets; the defaults are those of
+  `tokenizer.ggml.model` and `.pre`. `add_space_prefix` has an effect only on SentencePiece vocabularies.
+- Outputs end at the tokens that the file names (`eos`, `eot`, `eom`, and for fill-in-the-middle `fim_pad`, `fim_rep`
+  and `fim_sep`) and at every token whose text is one of about 20 known ones, such as `<|im_end|>`, `<|endoftext|>` or
+  `<end_of_turn>`, whatever its type. `<|end|>` does not end an output if there are `<|return|>` and `<|call|>`. If the
+  file names no end token, it is token 2 of SentencePiece vocabularies and token 11 of byte-level ones.
+- Tokens with such texts are special tokens even if the file calls them normal or user-defined.
+- Without `tokenizer.ggml.pre`, or with `default`, text is split into words as llama.cpp's default does; unknown
+  pre-tokenizers are refused.
+"""
+
+
 def page() -> str:
     """Return the text of docs/models.md."""
     lines = [
@@ -58,4 +88,4 @@ def page() -> str:
         "| --- " * len(HEADINGS) + "|",
         *(f"| {' | '.join(row)} |" for row in rows()),
     ]
-    return _HEAD + "\n".join(lines) + "\n" + _TAIL
+    return _HEAD + "\n".join(lines) + "\n" + _TOKENIZERS + _FILES

@@ -28,7 +28,7 @@ def no_adapters() -> AdapterCache[object]:
 
 def make_lora(model: torch.nn.Module, folder: Path, seed: int, scale: float = 0.25, **settings: Any) -> None:
     """Write a random LoRA adapter for `model` with PEFT, without changing the model."""
-    config = peft.LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, init_lora_weights=False, **settings)
+    config = peft.LoraConfig(**{"task_type": "CAUSAL_LM", "lora_dropout": 0.0, "init_lora_weights": False, **settings})
     _write(model, config, folder, seed, scale)
 
 

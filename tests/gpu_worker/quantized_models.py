@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
+from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize
@@ -115,6 +116,36 @@ def _compressed_int8_rows(weight: Tensor) -> Quantized:
     return {"weight": levels, "weight_scale": scale}, dequantize(levels, scale, torch.zeros_like(levels[:, :1]), args)
 
 
+def _compressed_groups(kind: str, group: int, *, symmetric: bool = True) -> Callable[[Tensor], Quantized]:
+    """Return eight-bit integers or floats in groups of columns that are not next to each other (act order).
+
+    Version 0.20 of the library has no act order any more; its values are those of the sorted columns.
+    """
+    args = QuantizationArgs(num_bits=8, type=kind, strategy="group", group_size=group, symmetric=symmetric)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+
+    def quantize(weight: Tensor) -> Quantized:
+        num_columns = weight.shape[1]
+        generator = torch.Generator().manual_seed(sum(weight.shape))
+        groups = (torch.arange(num_columns) // group)[torch.randperm(num_columns, generator=generator)]
+        order = groups.argsort(stable=True)
+        sorted_columns = weight[:, order]
+        parts = torch.unflatten(sorted_columns, 1, (-1, group))
+        zero = torch.zeros(parts.shape[:2], dtype=torch.int8)
+        scale = parts.abs().amax(-1) / (448 if kind == "float" else 127)
+        if not symmetric:
+            scale, levels = _group_scales(sorted_columns, group, 255)
+            zero = (levels - 128).to(torch.int8)
+        state = {"weight": sorted_columns, "weight_scale": scale, "weight_zero_point": zero}
+        tensors = NaiveQuantizationCompressor.compress(state, scheme)
+        values = NaiveQuantizationCompressor.decompress(tensors, scheme)["weight"]
+        places = order.argsort()
+        tensors["weight"] = tensors["weight"][:, places]
+        return tensors | {"weight_g_idx": groups.int()}, values[:, places]
+
+    return quantize
+
+
 def _compressed_fp8_rows(weight: Tensor) -> Quantized:
     scale = weight.abs().amax(1, keepdim=True) / 448
     levels = (weight / scale).to(torch.float8_e4m3fn)
@@ -190,6 +221,18 @@ SCHEMES: dict[str, tuple[Callable[[Tensor], Quantized], dict[str, Any]]] = {
     "w4a16-rows": (_compressed_int(4, None, symmetric=True), _compressed_config("pack-quantized", num_bits=4)),
     "w8a16": (_compressed_int(8, 32, symmetric=False), _compressed_config("pack-quantized", num_bits=8)),
     "w8a8": (_compressed_int8_rows, _compressed_config("int-quantized", num_bits=8, type="int", strategy="channel")),
+    "w8-order": (
+        _compressed_groups("int", 64),
+        _compressed_config("int-quantized", num_bits=8, type="int", strategy="group", group_size=64),
+    ),
+    "w8-order-asym": (
+        _compressed_groups("int", 32, symmetric=False),
+        _compressed_config("naive-quantized", num_bits=8, type="int", strategy="group", group_size=32),
+    ),
+    "fp8-order": (
+        _compressed_groups("float", 64),
+        _compressed_config("float-quantized", num_bits=8, type="float", strategy="group", group_size=64),
+    ),
     "w8a8-fp8": (_compressed_fp8_rows, _compressed_config("float-quantized", num_bits=8, type="float")),
     "mxfp4": (_compressed_mxfp4, _compressed_config("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32)),
     "fp8": (_fp8_tensor, {"quant_method": "fp8", "activation_scheme": "static"}),

@@ -5,21 +5,27 @@ tests the embedded model.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf.constants import Keys
 
 from gpu_worker.models.families import FAMILIES
 from midstream.errors import ConfigError, UnsupportedError
+from midstream.model.folder import open_model_folder
 from midstream.model.prepare.gguf_source import lay_down
+from midstream.model.token_bytes import byte_level_alphabet
+from midstream.model.tokenizer import Tokenizer
+from tests.gpu_worker.test_checkpoints import last_state
 from tests.gpu_worker.test_models import Recorder, expected_logits, prompt
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
+from tests.midstream.gguf_vocabularies import ask_llama_cpp, needs_llama_cpp
 
 # The architecture in `gguf`, the family's name in transformers and the settings of the tiny model, by
 # `general.architecture`. In the `gguf` package, Mistral has the tensor names of Llama.
@@ -31,10 +37,17 @@ MODELS: dict[str, tuple[gguf.MODEL_ARCH, str, dict[str, Any]]] = {
 
 
 def write_gguf(
-    path: Path, architecture: str, model: torch.nn.Module, rope: Mapping[str, str | float] = MappingProxyType({})
+    path: Path,
+    architecture: str,
+    model: torch.nn.Module,
+    rope: Mapping[str, str | float] = MappingProxyType({}),
+    dtype: type = np.float32,
+    tokens: Sequence[str] = (),
+    adds_eos: bool = False,
 ) -> None:
-    """Write a model with float32 tensors and the tensor names of the `gguf` package; `rope` contains settings, by their
-    keys in that package.
+    """Write a model with tensors of type `dtype` and the tensor names of the `gguf` package; `rope` contains settings,
+    by their keys in that package. The vocabulary begins with `tokens`, if given, which include the bytes and `ab`; the
+    last of them ends a text if `adds_eos`.
     """
     config: Any = model.config
     writer = gguf.GGUFWriter(path, architecture)
@@ -54,23 +67,61 @@ def write_gguf(
             (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
     if architecture != "qwen2":  # as in llama.cpp, Qwen2's head size follows from the hidden size
         writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
     if architecture == "mistral":
         writer.add_sliding_window(config.sliding_window)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    writer.add_token_list([*tokens, *(f"t{i}" for i in range(len(tokens), config.vocab_size))])
+    writer.add_add_eos_token(adds_eos)
+    if tokens:
+        writer.add_eos_token_id(len(tokens) - 1)
     writer.add_token_types([1] * config.vocab_size)
-    writer.add_token_merges(["t 1"])
+    writer.add_token_merges(["a b" if tokens else "t 1"])
     names = gguf.get_tensor_name_map(MODELS[architecture][0], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             stored = names.get_name(name, (".weight", ".bias"))
             assert stored is not None
-            writer.add_tensor(stored, tensor.numpy())
+            writer.add_tensor(stored, tensor.numpy().astype(dtype))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@needs_llama_cpp
+def test_an_embedding_is_that_of_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vector is the state at the end token that the file asks for."""
+    monkeypatch.setenv("MIDSTREAM_HOME", str(tmp_path / "home"))
+    model = make_tiny_model(tmp_path / "made", "Qwen3", head_dim=32, tie_word_embeddings=True)
+    tokens = (*sorted(byte_level_alphabet()), "ab", "<|endoftext|>")
+    write_gguf(tmp_path / "file.gguf", "qwen3", model, tokens=tokens, adds_eos=True)
+    folder = open_model_folder(str(tmp_path / "file.gguf"))
+    ids = Tokenizer(folder.path).encode("some text 10")
+    assert ids[-1] == 257
+    wanted = np.array(ask_llama_cpp(tmp_path / "file.gguf", embeds="some text 10")["embedding"])
+    found = last_state(folder.path, ids)
+    assert found @ wanted / np.linalg.norm(found) / np.linalg.norm(wanted) > 0.99999
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16])
+def test_floats_of_other_sizes(dtype: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_tiny_model(tmp_path / "made", "Qwen2", tie_word_embeddings=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.half())
+    write_gguf(tmp_path / "file.gguf", "qwen2", model, dtype=dtype)
+    check_logits(tmp_path, model, monkeypatch)
+
+
+def test_a_type_without_values_is_named(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "made", "Qwen2", tie_word_embeddings=True)
+    write_gguf(tmp_path / "file.gguf", "qwen2", model, dtype=np.int32)
+    (tmp_path / "folder").mkdir()
+    lay_down(tmp_path / "file.gguf", tmp_path / "folder", {})
+    with pytest.raises(UnsupportedError, match=r"the tensor \S+ has the type I32, which is not supported"):
+        make_runner(tmp_path / "folder", implementation="native")
 
 
 @pytest.mark.parametrize("architecture", MODELS)

@@ -32,7 +32,7 @@ KINDS = {
         "lora_alpha": 3,
         "target_modules": ["k_proj", "down_proj"],
         "rank_pattern": {"down_proj": 12},
-        "alpha_pattern": {"mlp.down_proj": 24},
+        "alpha_pattern": {"^mlp.down_proj": 7, r"^model\.layers\.0\.mlp\.down_proj$": 6, "mlp.down_proj": 24},
     },
     "one_layer": {"r": 16, "lora_alpha": 16, "target_modules": ["o_proj"], "layers_to_transform": [1]},
 }

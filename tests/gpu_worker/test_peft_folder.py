@@ -131,6 +131,7 @@ def test_an_ill_shaped_adapter_is_refused_by_file_and_tensor(
         {"some_later_kind": {"x": 1}},
         {"peft_type": "LOHA"},
         {"rank_pattern": {"(a*)*b": 4}},
+        {"alpha_pattern": {r"^layers\.\d+\.q_proj": 4}},
     ],
 )
 def test_adapter_settings_that_are_not_supported_are_named(

@@ -57,6 +57,12 @@ def test_unknown_quantization_settings_are_named(folder: Path, settings: dict[st
     assert raised.value.field == "model"
 
 
+def test_the_type_of_packed_words_is_named(folder: Path) -> None:
+    set_config(folder, quantization_config={"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"})
+    with pytest.raises(UnsupportedError, match=r"GPTQ packed into int16 \(pack_dtype\); only int32 is supported"):
+        make_runner(folder)
+
+
 @pytest.mark.parametrize("place", ["compression_config", "text_config.quantization_config"])
 def test_the_source_of_a_setting_is_named(folder: Path, place: str) -> None:
     settings: dict[str, Any] = {"quant_method": "sparseml"}

@@ -40,6 +40,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
 FORMATS = {
     "gptq": "int4", "gptq-order": "int4", "gptq-v2": "int4", "gptq-8": "affine8", "awq": "int4", "w4a16": "int4",
     "w4a16-asym": "int4", "w4a16-rows": "int4", "w8a16": "affine8", "w8a8": "int8_rows", "w8a8-fp8": "fp8",
+    "w8-order": "affine8", "w8-order-asym": "affine8", "fp8-order": "fp8",
     "mxfp4": "mxfp4", "fp8": "fp8", "fp8-blocks": "fp8",
 }  # fmt: skip
 
@@ -266,6 +267,9 @@ def damage(name: str, change: Callable[[dict[str, Tensor]], object]) -> tuple[di
         ("awq", lambda t: t.pop("scales"), "lack the tensor a.scales"),
         ("awq", lambda t: t.update(scales=t["scales"][:, :9].contiguous()), "weights of a do not fit together"),
         ("gptq", lambda t: t["g_idx"].fill_(0), "g_idx must assign the same number of columns to every group"),
+        ("w8-order-asym", lambda t: t["weight_g_idx"].fill_(0), "weight_g_idx must assign the same number of columns"),
+        ("fp8-order", lambda t: t["weight_g_idx"][:1].fill_(-1), "weight_g_idx must assign the same number"),
+        ("mxfp4", lambda t: t.update(weight_g_idx=torch.arange(64) % 2), "MXFP4 weights with the order of columns"),
         ("fp8", lambda t: t["weight"].view(torch.uint8).fill_(127), "a.weight contains NaN"),
         ("fp8", lambda t: t.update(weight=t["weight"].to(torch.float8_e5m2)), "is of type torch.float8_e5m2"),
         ("w4a16", lambda t: t.update(weight_shape=torch.tensor([64, 128])), "weights of 2 bits; supported are 4 and 8"),

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import ModelFolder, open_model_folder, prepare_model_folder
+from midstream.model.tokenizer import Tokenizer as MidstreamTokenizer
 
 CONFIG = {
     "model_type": "llama",
@@ -226,6 +227,76 @@ def test_weights_that_are_not_read_are_named(folder: Path, name: str, advice: st
         open_model_folder(str(folder))
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%b\nsize 988097824\n" % (b"4f" * 32)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_pointer_of_git_lfs_is_named(folder: Path, name: str) -> None:
+    """A clone without Git LFS contains pointers instead of large files."""
+    (folder / name).write_bytes(POINTER)
+    with pytest.raises(ConfigError, match=rf"{name} is a Git LFS pointer .*; run `git lfs pull` in .*/tiny$"):
+        MidstreamTokenizer(open_model_folder(str(folder)).path)
+
+
+def test_a_gguf_file_that_is_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(POINTER)
+    with pytest.raises(ConfigError, match=r"a\.gguf is a Git LFS pointer"):
+        open_model_folder(str(tmp_path / "a.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("names", "advice"),
+    [
+        (["tokenizer.model"], r"`midstream prepare .*/tiny --output NEW_FOLDER` makes it from tokenizer\.model with"),
+        (["vocab.json", "merges.txt"], r"NEW_FOLDER` makes it from vocab\.json and merges\.txt with transformers"),
+        (["tekken.json"], r"tekken\.json \(of mistral-common\) is not read: use a repository"),
+        (["vocab.json"], r"lacks tokenizer\.json$"),
+    ],
+)
+def test_other_files_of_a_tokenizer_are_named(folder: Path, names: list[str], advice: str) -> None:
+    (folder / "tokenizer.json").unlink()
+    for name in names:
+        (folder / name).write_text("")
+    with pytest.raises(ConfigError, match=advice):
+        open_model_folder(str(folder))
+
+
+def test_a_tokenizer_is_converted_as_by_transformers(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    vocabulary = {token: i for i, token in enumerate([*sorted(byte_alphabet()), "ab", "<end>"])}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"model_type": "qwen2"}))
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<end>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    model = prepare_model_folder(str(folder), tmp_path / "made")
+    assert (model.name, model.path) == ("made", tmp_path / "made")
+    assert json.loads((model.path / "tokenizer_config.json").read_text()) == settings
+    text = "ab 10 naïve<end>"
+    ids = Tokenizer.from_file(str(model.path / "tokenizer.json")).encode(text).ids
+    assert ids == transformers.AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+    assert not (folder / "tokenizer.json").exists()
+
+
+def test_a_tokenizer_that_cannot_be_converted_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text("[")
+    (folder / "merges.txt").write_text("")
+    with pytest.raises(ConfigError, match=r"transformers cannot convert vocab\.json and merges\.txt in .*/tiny: "):
+        prepare_model_folder(str(folder), tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_sentence_piece_tokenizer_needs_its_package(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_text("")
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(ConfigError, match=r"requires sentencepiece: pip install sentencepiece"):
+        prepare_model_folder(str(folder), tmp_path / "made")
+
+
 def test_a_file_that_changed_since_its_manifest_is_named(folder: Path) -> None:
     open_model_folder(str(folder))
     (folder / "model.safetensors").write_bytes(b"cut")
@@ -420,7 +491,7 @@ def test_the_embedded_model_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MIDSTREAM_HOME")
     model = open_model_folder("smollm2")
     assert (model.name, model.architecture, model.weights_format) == ("smollm2", "llama", "gguf")
-    assert (model.vocab_size, model.hidden_size, model.num_layers, model.end_ids) == (49152, 576, 30, (2,))
+    assert (model.vocab_size, model.hidden_size, model.num_layers, model.end_ids) == (49152, 576, 30, (2, 4, 0))
     assert model.chat_template is not None
     tokenizer = Tokenizer.from_file(str(model.path / "tokenizer.json"))
     assert tokenizer.encode("<|im_start|>user\nHi 42").tokens == ["<|im_start|>", "user", "Ċ", "Hi", "Ġ", "4", "2"]

@@ -240,6 +240,24 @@ def test_output_fits_the_context(folder: ModelFolder) -> None:
     assert raised.value.field == "prompt"
 
 
+def test_a_model_without_a_head_has_only_hidden_states(folder: ModelFolder) -> None:
+    headless = replace(folder, has_head=False)
+    states = pb.AdditionalOutput(name="hidden_states.3")
+    check_request(output(detokenize=False, additional_outputs=[states]), headless)
+    logits = pb.AdditionalOutput(name="token_logits.1")
+    for refused in (
+        pb.GenerateRequest(prompt="a"),
+        output(detokenize=False),
+        output(additional_outputs=[states]),
+        output(detokenize=False, additional_outputs=[states, logits]),
+        output(detokenize=False, additional_outputs=[states], return_context_logits=True),
+        output(detokenize=False, additional_outputs=[states], log_probs=1),
+    ):
+        check_request(refused, folder)
+        with pytest.raises(UnsupportedError, match="has no head and generates no text; use embeddings"):
+            check_request(refused, headless)
+
+
 def test_a_feature_that_the_workers_lack_is_unsupported() -> None:
     request = pb.GenerateRequest(lora=pb.LoraConfig(name="a"), sampling=pb.SamplingConfig(min_tokens=3))
     check_supported(request, frozenset(FEATURES))

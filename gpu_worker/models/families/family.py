@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -95,6 +96,13 @@ class Names:
     latent_kv_norm: str = "self_attn.kv_a_layernorm"
     latent_kv_up: str = "self_attn.kv_b_proj"
 
+    @property
+    def all_prefixes(self) -> tuple[str, ...]:
+        """The prefixes, and those of files that contain only the model without its head: transformers leaves the name
+        of the part with the layers out.
+        """
+        return tuple(dict.fromkeys((*self.prefixes, *(prefix.partition(".")[2] for prefix in self.prefixes))))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
@@ -112,6 +120,10 @@ class Family:
     reads_gguf: bool = False
 
 
+# If set, the names of the settings that are read are added to it, to find those that have no effect.
+settings_read: ContextVar[set[str] | None] = ContextVar("settings_read", default=None)
+
+
 class Settings:
     """The settings of config.json, with transformers' defaults."""
 
@@ -126,6 +138,9 @@ class Settings:
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a setting, or the default if it is missing or null."""
+        seen = settings_read.get()
+        if seen is not None:
+            seen.add(name)
         value = self._values.get(name)
         return default if value is None else value
 

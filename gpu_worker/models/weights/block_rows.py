@@ -58,12 +58,12 @@ def int8_weight(levels: Tensor, scale: Tensor) -> Weight:
     return Weight("int8_rows", torch.cat((codes, _bytes(scale)), dim=1), levels.shape[1])
 
 
-def fp8_weight(levels: Tensor, scale: Tensor) -> Weight:
+def fp8_weight(levels: Tensor, scale: Tensor, input_order: Tensor | None = None) -> Weight:
     """Return the matrix scale * levels; levels are float8_e4m3fn [N, K], scale [N, groups]."""
     num_columns = levels.shape[1]
     fields = _bytes(blocks_per_scale(scale, num_columns)[..., None])
     rows = torch.cat((fields, _blocks(levels.view(torch.uint8))), dim=-1)
-    return Weight("fp8", rows.flatten(1), num_columns)
+    return Weight("fp8", rows.flatten(1), num_columns, input_order)
 
 
 def mxfp4_weight(codes: Tensor, exponents: Tensor) -> Weight:

@@ -43,13 +43,15 @@ class DecoderWeights:
         """
         self._file = open_weights(folder, description)
         self._description = description
-        self._num_labels = folder.num_labels
+        self._num_labels, self._has_head = folder.num_labels, folder.has_head
         self._target: dict[str, WeightFormat] = {"f32": "f32", "bf16": "bf16", "int8": "int8", "q4": "q4"}
         self._weights = weights
         self._names = family_of(description.architecture).names
-        first, embedding = self._names.prefixes[0], self._names.embedding + ".weight"
-        candidates = (p for p in self._names.prefixes if self._file.has(p + embedding.removeprefix(first)))
-        self._prefix = next(candidates, first)
+        first = self._names.prefixes[0]
+        # A tied matrix may be stored only as the head, so the embedding may be missing.
+        parts = [name.removeprefix(first) + ".weight" for name in (self._names.embedding, self._names.final_norm)]
+        held = (p for p in self._names.all_prefixes if any(self._file.has(p + part) for part in parts))
+        self._prefix = next(held, first)
         # In a multimodal model, the head is stored next to the layers.
         is_part = self._file.has("language_model." + self._names.head + ".weight")
         self._head_prefix = "language_model." if is_part else ""
@@ -57,10 +59,12 @@ class DecoderWeights:
     def embedding(self) -> Weight:
         """The embedding matrix, [vocab_size, hidden_size]."""
         d = self._description
-        return self._matrix(self._names.embedding, d.vocab_size, d.hidden_size)
+        is_head = d.ties_embeddings and not self._has(self._names.embedding + ".weight")
+        return self._matrix(self._names.head if is_head else self._names.embedding, d.vocab_size, d.hidden_size)
 
     def head(self) -> Weight | None:
-        """The matrix of the head, [vocab_size, hidden_size]; None if it is tied to the embedding.
+        """The matrix of the head, [vocab_size, hidden_size]; None if it is tied to the embedding, or if the model has
+        none: routers then accept only requests whose answers do not depend on it.
 
         The first rows of a classification head are those of its classes; the others are zero.
         """
@@ -73,8 +77,14 @@ class DecoderWeights:
             head = torch.zeros(d.vocab_size, d.hidden_size, dtype=dtype)
             head[: self._num_labels] = rows.dense()
             return self._float_weight(head)
-        if d.ties_embeddings and not self._has_own_head():
+        if not self._has_head or (d.ties_embeddings and not self._has_own_head()):
             return None
+        if not self._has(self._names.head + ".weight"):
+            raise ConfigError(
+                f"the weights lack {self._names.head}.weight; for a model without a head, config.json must set "
+                "tie_word_embeddings to false",
+                field="model",
+            )
         return self._matrix(self._names.head, d.vocab_size, d.hidden_size)
 
     def _has_own_head(self) -> bool:
@@ -82,7 +92,7 @@ class DecoderWeights:
         tied, regardless of config.json.
         """
         head, embedding = (self._in_file(name + ".weight") for name in (self._names.head, self._names.embedding))
-        if not self._file.has(head):
+        if not self._file.has(head) or not self._file.has(embedding):
             return False
         one, other = self._file.matrix(head), self._file.matrix(embedding)
         if one.format == other.format and torch.equal(one.source, other.source):

@@ -18,7 +18,7 @@ from torch import Tensor
 from gpu_worker.models.weights.gguf_blocks import from_gguf
 from gpu_worker.models.weights.schemes import Module, Scheme, is_packed, read_matrix
 from gpu_worker.models.weights.weight import Weight, WeightFormat
-from midstream.errors import ConfigError
+from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.prepare.gguf_file import read_gguf_head
 
 _GGUF_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -38,6 +38,7 @@ _GGUF_LAYER = {
 _FORMATS: dict[gguf.GGMLQuantizationType, WeightFormat] = {
     gguf.GGMLQuantizationType.F32: "f32",
     gguf.GGMLQuantizationType.F16: "f32",
+    gguf.GGMLQuantizationType.F64: "f32",
 }
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)$")
@@ -162,14 +163,13 @@ class GgufFile:
             weight = Weight(*blocks, columns)
         else:
             # Types with fewer than three bits and codebook types are converted to bfloat16.
-            values = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind), dtype=np.float32))
-            weight = Weight(_FORMATS.get(kind, "bf16"), values, columns)
+            weight = Weight(_FORMATS.get(kind, "bf16"), _floats(name, kind, data), columns)
         order = self._row_order(name, weight.shape[0])
         return weight if order is None else weight.take(order)
 
     def vector(self, name: str) -> Tensor:
         kind, _, data = self._get(name)
-        values = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind), dtype=np.float32)).flatten()
+        values = _floats(name, kind, data).flatten()
         order = self._row_order(name, values.shape[0])
         return values if order is None else values[order]
 
@@ -214,6 +214,19 @@ class GgufFile:
         if columns % block_size or end > len(self._bytes):
             raise ConfigError(f"the tensor {entry.name} is truncated", field="model")
         return kind, columns, self._bytes[entry.offset : end].reshape(num_rows, row_bytes)
+
+
+def _floats(name: str, kind: gguf.GGMLQuantizationType, rows: NDArray[np.uint8]) -> Tensor:
+    """Return the values of a tensor as float32. Raises UnsupportedError if the package cannot convert its type."""
+    if kind == gguf.GGMLQuantizationType.F64:
+        return torch.from_numpy(rows.view(np.float64).astype(np.float32))
+    try:
+        values = gguf.quants.dequantize(rows, kind)
+    except NotImplementedError:
+        raise UnsupportedError(
+            f"the tensor {name} has the type {kind.name}, which is not supported", field="model"
+        ) from None
+    return torch.from_numpy(np.array(values, dtype=np.float32))
 
 
 def _gguf_name(name: str) -> str:

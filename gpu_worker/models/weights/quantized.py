@@ -6,14 +6,13 @@ Without this check, a float8 tensor would be read as plain weights, and its scal
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 from gpu_worker.models.weights.schemes import Scheme
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import ModelFolder
+from midstream.model.safetensors_file import read_safetensors_head
 
 _SETTINGS = ("quantization_config", "compression_config")
 # Separate settings files written by AutoGPTQ, AutoAWQ and ModelOpt, and the method that each of them implies.
@@ -24,7 +23,6 @@ _WEIGHT_TYPES = {"F64", "F32", "F16", "BF16"}
 # them.
 _SCALED_TYPES = ("F8", "F6", "F4")
 _PACKED = ("weight", "qweight", "weight_packed", "_blocks")
-_MAX_HEADER_BYTES = 100 << 20
 _FORMATS = (
     "dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized",
     "mixed-precision",
@@ -105,6 +103,8 @@ def _gptq(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         _refuse(f"{place} has GPTQ with {settings.get('bits')} bits; supported are 4 and 8")
     if settings.get("dynamic"):
         _refuse(f"{place} has GPTQ with settings for single modules (dynamic)")
+    if settings.get("pack_dtype") not in (None, "int32", "torch.int32"):
+        _refuse(f"{place} has GPTQ packed into {settings['pack_dtype']} (pack_dtype); only int32 is supported")
     kind = "marlin" if settings.get("is_marlin_format") else _layout(settings, "checkpoint_format", "gptq")
     if kind not in ("gptq", "gptq_v2"):
         _refuse(f"{place} has GPTQ in the format {kind!r}")
@@ -174,11 +174,13 @@ _METHODS: dict[str, Callable[[str, Mapping[str, Any]], dict[str, Any]]] = {
 
 def _refuse_unexplained(folder: ModelFolder) -> None:
     for path in folder.weight_files:
-        for name, dtype in _tensor_types(path).items():
-            is_packed = dtype not in _WEIGHT_TYPES and name.endswith(_PACKED)
-            if is_packed or dtype.startswith(_SCALED_TYPES):
+        for name, tensor in read_safetensors_head(path).items():
+            if tensor.dtype in _WEIGHT_TYPES:
+                continue
+            if name.endswith(_PACKED) or tensor.dtype.startswith(_SCALED_TYPES):
                 _refuse(
-                    f"the tensor {name} in {path.name} is of type {dtype}, but config.json declares no quantization"
+                    f"the tensor {name} in {path.name} is of type {tensor.dtype}, but config.json declares no "
+                    "quantization"
                 )
 
 
@@ -188,16 +190,3 @@ def _refuse(found: str) -> NoReturn:
         "float16 or float32 (--weights int8 or q4 quantizes it when it is loaded), or a GGUF file",
         field="model",
     )
-
-
-def _tensor_types(path: Path) -> dict[str, str]:
-    """Return the type of each tensor in a safetensors file, from its header: readers do not support every type."""
-    try:
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            if size > _MAX_HEADER_BYTES:
-                raise ValueError(f"its header has {size} bytes")
-            header: dict[str, Any] = json.loads(file.read(size))
-            return {name: str(entry["dtype"]) for name, entry in header.items() if name != "__metadata__"}
-    except (OSError, struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not a readable safetensors file: {error}", field="model") from error

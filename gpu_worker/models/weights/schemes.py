@@ -117,12 +117,8 @@ def _gptq(module: Module, scheme: Scheme) -> Weight:
     zero = _unpacked(words, num_bits).t().int()
     num_columns, num_groups = levels.shape[1], scale.shape[1]
     _check_groups(scale, num_columns, scheme)
-    groups = module.first("g_idx")
-    order = None
-    if groups is not None and not torch.equal(groups.long(), torch.arange(num_columns) * num_groups // num_columns):
-        order = groups.long().argsort(stable=True)
-        if not torch.equal(groups.long()[order], torch.arange(num_columns) * num_groups // num_columns):
-            raise ValueError("g_idx must assign the same number of columns to every group")
+    order = _input_order(module, "g_idx", num_columns, num_groups)
+    if order is not None:
         levels = levels[:, order]
     return (int4_weight if num_bits == 4 else affine8_weight)(levels, scale, zero, order)
 
@@ -132,6 +128,11 @@ def _compressed(module: Module, scheme: Scheme) -> Weight:
     if packed.dtype == torch.uint8:
         if scale.dtype != torch.uint8:
             raise UnsupportedError(f"{module.name}: packed weights with scales of {scale.dtype} (NVFP4)", field="model")
+        order = _input_order(module, "weight_g_idx", 2 * packed.shape[1], scale.shape[1])
+        if order is not None:
+            raise UnsupportedError(
+                f"{module.name}: MXFP4 weights with the order of columns weight_g_idx", field="model"
+            )
         return mxfp4_weight(torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1), scale)
     num_rows, num_columns = module.get("weight_shape").tolist()
     num_bits = packed.shape[1] * 32 // num_columns
@@ -146,14 +147,26 @@ def _compressed(module: Module, scheme: Scheme) -> Weight:
         zero = _unpacked(zero.t().contiguous(), num_bits).t()[:num_rows].int()
     else:  # a zero point for the whole tensor or for each block is not packed
         zero = _by_row(zero.float(), num_rows, num_columns, scheme) + half
-    order = None
-    groups = module.first("weight_g_idx")
-    if groups is not None and int(groups.min()) >= 0:
-        order = groups.long().argsort(stable=True)
-        if bool((groups.bincount() != num_columns // scale.shape[1]).any()):
-            raise ValueError("weight_g_idx must assign the same number of columns to every group")
+    order = _input_order(module, "weight_g_idx", num_columns, scale.shape[1])
+    if order is not None:
         levels = levels[:, order]
     return (int4_weight if num_bits == 4 else affine8_weight)(levels, scale, zero, order)
+
+
+def _input_order(module: Module, name: str, num_columns: int, num_groups: int) -> Tensor | None:
+    """Return the order in which the columns of each group are next to each other, int64 [num_columns]; None if they are
+    in the matrix. The tensor `name` has each column's group; compressed-tensors leaves it at -1 if it is not used.
+    """
+    found = module.first(name)
+    if found is None or bool((found == -1).all()):
+        return None
+    groups, in_order = found.long(), torch.arange(num_columns) * num_groups // num_columns
+    if torch.equal(groups, in_order):
+        return None
+    order = groups.argsort(stable=True)
+    if not torch.equal(groups[order], in_order):
+        raise ValueError(f"{name} must assign the same number of columns to every group")
+    return order
 
 
 def _scaled(module: Module, scheme: Scheme) -> Weight:
@@ -167,16 +180,19 @@ def _scaled(module: Module, scheme: Scheme) -> Weight:
     if scale.dtype == torch.uint8:
         raise UnsupportedError(f"{module.name}: float8 weights with exponent scales (MXFP8)", field="model")
     scale = _by_row(scale.float(), num_rows, num_columns, scheme)
+    order = _input_order(module, "weight_g_idx", num_columns, scale.shape[1])
+    if order is not None:
+        weight = weight[:, order]
     if weight.dtype == torch.float8_e4m3fn:
         if bool(weight.view(torch.uint8).bitwise_and(127).eq(127).any()):
             raise ConfigError(f"{module.name}.weight contains NaN", field="model")
-        return fp8_weight(weight, scale)
+        return fp8_weight(weight, scale, order)
     if weight.dtype == torch.int8:
         zero = module.first("weight_zero_point")
         if zero is None and scale.shape[1] == 1:
             return int8_weight(weight, scale)
         zeros = torch.zeros_like(scale) if zero is None else _by_row(zero.float(), num_rows, num_columns, scheme)
-        return affine8_weight(weight.view(torch.uint8) ^ 128, scale, zeros + 128)
+        return affine8_weight(weight.view(torch.uint8) ^ 128, scale, zeros + 128, order)
     raise UnsupportedError(f"{module.name}.weight is of type {weight.dtype}", field="model")
 
 

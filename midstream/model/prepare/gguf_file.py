@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from midstream.errors import ConfigError
+from midstream.model.git_lfs import refuse_pointer
 
 MetadataValue = str | int | float | bool | list[str] | list[int] | list[float] | list[bool]
 Metadata = Mapping[str, MetadataValue]
@@ -52,6 +53,7 @@ def read_gguf_head(path: Path) -> GgufHead:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(data).read()
     except (ValueError, struct.error, UnicodeDecodeError) as error:
+        refuse_pointer(path)
         raise ConfigError(f"{path} is not a readable GGUF file: {error}", field="model") from error
 
 

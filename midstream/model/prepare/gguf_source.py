@@ -11,7 +11,8 @@ from pathlib import Path
 
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.prepare.gguf_file import Metadata, MetadataValue, read_gguf_head
-from midstream.model.prepare.gguf_tokenizer import CONTROL, build_tokenizer
+from midstream.model.prepare.gguf_special_tokens import special_tokens_of
+from midstream.model.prepare.gguf_tokenizer import build_tokenizer
 
 _ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
@@ -27,8 +28,6 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-# Tokens at which llama.cpp also ends a sequence.
-_TURN_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"})
 # Template files of a model folder, by the templates' keys in the GGUF file.
 _TEMPLATES = {
     "tokenizer.chat_template": "chat_template.jinja",
@@ -184,25 +183,15 @@ def _sampling(metadata: Metadata) -> dict[str, object]:
 
 
 def _special_ids(metadata: Metadata) -> dict[str, object]:
-    names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
-    end_ids = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    known = list(dict.fromkeys(item for item in (*end_ids, *_turn_ends(metadata)) if item is not None))
-    found: dict[str, object] = {name: value for name, value in ids.items() if value is not None}
-    if len(known) > 1:
-        found["eos_token_id"] = known
+    special = special_tokens_of(metadata)
+    found: dict[str, object] = {
+        name: special.named[key]
+        for name, key in (("bos_token_id", "bos"), ("pad_token_id", "padding"))
+        if key in special.named
+    }
+    if special.ends:
+        found["eos_token_id"] = special.ends[0] if len(special.ends) == 1 else list(special.ends)
     return found
-
-
-def _turn_ends(metadata: Metadata) -> list[int]:
-    """Return the control tokens whose names show that they end a turn: many files specify only the end token of a base
-    model.
-    """
-    tokens, kinds = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
-    if not isinstance(tokens, list) or not isinstance(kinds, list):
-        return []
-    pairs = zip(tokens, kinds, strict=False)
-    return [i for i, (token, kind) in enumerate(pairs) if token in _TURN_ENDS and kind == CONTROL]
 
 
 def _write(path: Path, value: Mapping[str, object]) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from midstream.errors import ConfigError, UnsupportedError
+from midstream.model.prepare.gguf_special_tokens import (
+    CONTROL,
+    UNKNOWN,
+    USER_DEFINED,
+    SpecialTokens,
+    special_tokens_of,
+)
 
 Json = dict[str, object]
-
-# GGUF token types.
-_UNKNOWN, CONTROL, _USER_DEFINED = 2, 3, 4
 
 _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3_PATTERN = (
@@ -17,19 +22,56 @@ _LLAMA3_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _split(pattern: str) -> Json:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-# How text is split before byte-pair merging, by the value of `tokenizer.ggml.pre`.
-_PRE_TOKENIZERS: dict[str, list[Json]] = {
-    "default": [_split(_GPT2_PATTERN)],
-    "gpt-2": [_split(_GPT2_PATTERN)],
-    "smollm": [{"type": "Digits", "individual_digits": True}, _split(_GPT2_PATTERN)],
-    "llama-bpe": [_split(_LLAMA3_PATTERN)],
-    "qwen2": [_split(_QWEN2_PATTERN)],
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """How text becomes words before byte-pair merging.
+
+    Attributes:
+        steps: Pre-tokenizers that split the text.
+        ignores_merges: Whether a word that is an entry of the vocabulary is one token, whatever the merges.
+        adds_bos: Whether a text begins with the start token if the file does not say so.
+        normalizes: Whether characters are composed first (NFC), as the models' own tokenizers do. llama.cpp does not.
+    """
+
+    steps: tuple[Json, ...]
+    ignores_merges: bool = False
+    adds_bos: bool = False
+    normalizes: bool = False
+
+
+_GPT2 = _Words((_split(_GPT2_PATTERN),))
+_SINGLE_DIGITS = _Words((_split(r"\p{N}"), _split(_GPT2_PATTERN)))
+_LLAMA3 = _Words((_split(_LLAMA3_PATTERN),), ignores_merges=True, adds_bos=True)
+_QWEN2 = _Words((_split(_QWEN2_PATTERN),), normalizes=True)
+# llama.cpp's default, which it uses for files without `tokenizer.ggml.pre`.
+_DEFAULT = _Words(
+    (_split(r"[\p{P}\$\+<=>\^~\|]+"), _split(_GPT2_PATTERN), _split(r"\p{N}+"), _split("[0-9][0-9][0-9]"))
+)
+# By the value of `tokenizer.ggml.pre`, as in src/llama-vocab.cpp of llama.cpp 0c1e570.
+_WORDS: dict[str, _Words] = {
+    "default": _DEFAULT,
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4", "mpt", "olmo", "jais", "trillion"), _GPT2
+    ),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"), _SINGLE_DIGITS
+    ),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"), _LLAMA3),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), replace(_LLAMA3, ignores_merges=False, adds_bos=False)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"), _QWEN2),
+    **dict.fromkeys(("stablelm2", "hunyuan", "solar-open"), replace(_QWEN2, normalizes=False)),
+    "tekken": _Words((_split(_TEKKEN_PATTERN),), ignores_merges=True, adds_bos=True),
 }
 
 
@@ -38,44 +80,54 @@ def build_tokenizer(metadata: Mapping[str, object]) -> tuple[Json, Json]:
     or a special id is out of range, and UnsupportedError if the tokenizer or its pre-tokenizer is not supported.
     """
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
+    special = special_tokens_of(metadata)
     kind = str(metadata.get("tokenizer.ggml.model", ""))
     if kind == "gpt2":
-        tokenizer = _byte_level(metadata, tokens)
+        words = _words(metadata)
+        tokenizer, adds_bos = _byte_level(metadata, tokens, words), words.adds_bos
     elif kind == "llama":
-        tokenizer = _sentence_piece(metadata, tokens)
+        tokenizer, adds_bos = _sentence_piece(metadata, tokens, special), True
     else:
         raise UnsupportedError(f"GGUF tokenizer {kind!r} is not supported; supported are gpt2 and llama", field="model")
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, **tokenizer}
-    added = tokenizer["added_tokens"] = _added_tokens(metadata, tokens)
-    # Many files leave the setting out; the default is llama.cpp's.
-    usual = kind == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
-    adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", usual))
-    tokenizer["post_processor"] = _post_processor(metadata, tokens) if adds_bos else None
+    added = tokenizer["added_tokens"] = _added_tokens(tokens, special)
+    # Many files leave the settings out; the defaults are llama.cpp's.
+    adds = {
+        key: bool(metadata.get(f"tokenizer.ggml.add_{key}_token", default))
+        for key, default in (("bos", adds_bos), ("eos", False), ("sep", False))
+    }
+    tokenizer["post_processor"] = _post_processor(adds, tokens, special)
     # Listed here, too, so that finding a token's id does not need the large tokenizer.json.
     listed = {str(token["id"]): {name: value for name, value in token.items() if name != "id"} for token in added}
-    config = {**_tokenizer_config(metadata, tokens), "add_bos_token": adds_bos, "added_tokens_decoder": listed}
-    return tokenizer, config
+    flags = {f"add_{key}_token": adds[key] for key in ("bos", "eos")}
+    return tokenizer, {**_tokenizer_config(tokens, special), **flags, "added_tokens_decoder": listed}
 
 
-def _byte_level(metadata: Mapping[str, object], tokens: Sequence[str]) -> Json:
-    pre = str(metadata.get("tokenizer.ggml.pre", "default"))
-    if pre not in _PRE_TOKENIZERS:
-        raise UnsupportedError(f"GGUF pre-tokenizer {pre!r} is not known", field="model")
+def _words(metadata: Mapping[str, object]) -> _Words:
+    pre = str(metadata.get("tokenizer.ggml.pre") or "default")
+    if pre not in _WORDS:
+        raise UnsupportedError(
+            f"GGUF pre-tokenizer {pre!r} is not supported; supported are {', '.join(_WORDS)}", field="model"
+        )
+    return _WORDS[pre]
+
+
+def _byte_level(metadata: Mapping[str, object], tokens: Sequence[str], words: _Words) -> Json:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
-        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*_PRE_TOKENIZERS[pre], byte_level]},
+        "normalizer": {"type": "NFC"} if words.normalizes else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*words.steps, byte_level]},
         "decoder": byte_level,
         "model": {
             "type": "BPE",
             "vocab": {token: i for i, token in enumerate(tokens)},
             "merges": [merge.split(" ", 1) for merge in _strings(metadata, "tokenizer.ggml.merges")],
-            "ignore_merges": pre == "llama-bpe",
+            "ignore_merges": words.ignores_merges,
         },
     }
 
 
-def _sentence_piece(metadata: Mapping[str, object], tokens: Sequence[str]) -> Json:
+def _sentence_piece(metadata: Mapping[str, object], tokens: Sequence[str], special: SpecialTokens) -> Json:
     """Return a tokenizer for a SentencePiece BPE vocabulary. It has scores instead of merges, so each merge is ranked
     by the score of its result.
     """
@@ -91,7 +143,6 @@ def _sentence_piece(metadata: Mapping[str, object], tokens: Sequence[str]) -> Js
     ]
     has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     prepend: list[Json] = [{"type": "Prepend", "prepend": "▁"}] if has_prefix else []
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     strip: list[Json] = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
     return {
@@ -108,7 +159,7 @@ def _sentence_piece(metadata: Mapping[str, object], tokens: Sequence[str]) -> Js
         },
         "model": {
             "type": "BPE",
-            "unk_token": tokens[_token_id(unknown, tokens)],
+            "unk_token": tokens[special.ids["unknown"]],
             "fuse_unk": True,
             "byte_fallback": True,
             "vocab": ids,
@@ -117,9 +168,7 @@ def _sentence_piece(metadata: Mapping[str, object], tokens: Sequence[str]) -> Js
     }
 
 
-def _added_tokens(metadata: Mapping[str, object], tokens: Sequence[str]) -> list[Json]:
-    types = metadata.get("tokenizer.ggml.token_type")
-    kinds = types if isinstance(types, (list, tuple)) else ()
+def _added_tokens(tokens: Sequence[str], special: SpecialTokens) -> list[Json]:
     return [
         {
             "id": i,
@@ -128,47 +177,56 @@ def _added_tokens(metadata: Mapping[str, object], tokens: Sequence[str]) -> list
             "lstrip": False,
             "rstrip": False,
             "normalized": False,
-            "special": kind != _USER_DEFINED,
+            "special": kind != USER_DEFINED,
         }
-        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind in (_UNKNOWN, CONTROL, _USER_DEFINED)
+        for i, (token, kind) in enumerate(zip(tokens, special.types, strict=True))
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
     ]
 
 
-def _post_processor(metadata: Mapping[str, object], tokens: Sequence[str]) -> Json | None:
-    """Return the post-processor that adds the BOS token; None if the file names no such token."""
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
-    if bos is None:
+def _post_processor(adds: Mapping[str, bool], tokens: Sequence[str], special: SpecialTokens) -> Json | None:
+    """Return the post-processor that adds the start, end and separator tokens; None if there is nothing to add.
+
+    `adds` tells which of `bos`, `eos` and `sep` are added: as in llama.cpp, the start token before the first text, the
+    end token after every text, and the separator between two texts.
+    """
+    if not any(adds.values()):
         return None
-    token = tokens[_token_id(bos, tokens)]
-    begin: Json = {"SpecialToken": {"id": token, "type_id": 0}}
+    added: dict[str, Json] = {}
+
+    def place(key: str) -> list[Json]:
+        if not adds[key]:
+            return []
+        name = "seperator" if key == "sep" else key  # the key of GGUF is spelled so
+        if name not in special.ids:
+            raise ConfigError(
+                f"tokenizer.ggml.add_{key}_token is true, but the file lacks tokenizer.ggml.{name}_token_id",
+                field="model",
+            )
+        token_id = special.ids[name]
+        token = tokens[token_id]
+        added[token] = {"id": token, "ids": [token_id], "tokens": [token]}
+        return [{"SpecialToken": {"id": token, "type_id": 0}}]
+
     first: Json = {"Sequence": {"id": "A", "type_id": 0}}
     second: Json = {"Sequence": {"id": "B", "type_id": 1}}
-    special = {token: {"id": token, "ids": [bos], "tokens": [token]}}
+    single = [*place("bos"), first, *place("eos")]
     return {
         "type": "TemplateProcessing",
-        "single": [begin, first],
-        "pair": [begin, first, second],
-        "special_tokens": special,
+        "single": single,
+        "pair": [*single, *place("sep"), second, *place("eos")],
+        "special_tokens": added,
     }
 
 
-def _tokenizer_config(metadata: Mapping[str, object], tokens: Sequence[str]) -> Json:
-    config: Json = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
+def _tokenizer_config(tokens: Sequence[str], special: SpecialTokens) -> Json:
+    config: Json = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is not None:
-            config[name] = tokens[_token_id(token_id, tokens)]
+        token_id = special.ids.get(key)
+        # A token named here becomes special, but a default id may belong to ordinary text.
+        if token_id is not None and (key in special.named or special.types[token_id] in (UNKNOWN, CONTROL)):
+            config[name] = tokens[token_id]
     return config
-
-
-def _token_id(value: object, tokens: Sequence[str]) -> int:
-    if not isinstance(value, int) or not 0 <= value < len(tokens):
-        raise ConfigError(f"special token id {value} lies outside the vocabulary of {len(tokens)}", field="model")
-    return value
 
 
 def _strings(metadata: Mapping[str, object], key: str) -> Sequence[str]:

@@ -89,7 +89,9 @@ class EmbeddingsApi:
         return await self._run(request, read_rerank, self._scores, answer)
 
     async def _vectors(self, job: VectorsJob, key: str) -> tuple[list[Vector], Usage]:
-        return await self._embedder.embed(job.base, job.inputs, job.shape, pooling=job.pooling, key=key)
+        return await self._embedder.embed(
+            job.base, job.inputs, job.shape, pooling=job.pooling, prompt_name=job.prompt_name, key=key
+        )
 
     async def _scores(self, job: ScoreJob, key: str) -> tuple[list[float], Usage]:
         answers = self._embedder.answers

@@ -35,6 +35,7 @@ class VectorsJob(EmbeddingJob):
 
     shape: VectorShape
     is_base64: bool
+    prompt_name: str | None
 
 
 @dataclass(slots=True)
@@ -79,7 +80,8 @@ def read_embeddings(body: Body) -> VectorsJob:
         inputs = [_item(value, "input")]
     encoding = body.choice("encoding_format", ("float", "base64"))
     shape = VectorShape(body.integer("dimensions"), body.flag("normalize") is not False)
-    return VectorsJob(*_common(body, inputs, EMBEDDINGS), shape, encoding == "base64")
+    prompt_name = body.text("prompt_name")
+    return VectorsJob(*_common(body, inputs, EMBEDDINGS), shape, encoding == "base64", prompt_name)
 
 
 def read_score(body: Body) -> ScoreJob:

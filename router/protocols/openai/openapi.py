@@ -282,6 +282,7 @@ def _embedding_paths(names: Part, inputs: Part) -> Part:
         "encoding_format": {"enum": ["float", "base64"]},
         "dimensions": _integer(1, 1 << 20),
         "normalize": _FLAG,
+        "prompt_name": _TEXT,
     }
     scored = {**common, "text_1": either, "text_2": either, "queries": either, "documents": either}
     ranked = {

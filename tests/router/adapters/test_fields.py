@@ -563,6 +563,7 @@ EMBEDDINGS_EXAMPLES = EMBEDDING_COMMON_EXAMPLES | {
     "encoding_format": ("base64", {}),
     "dimensions": (5, {}),
     "normalize": (False, {}),
+    "prompt_name": ("query", {}),
     "messages": ([{"role": "user", "content": "x"}], {}),
     "add_special_tokens": (True, {}),
 }

@@ -339,7 +339,7 @@ async def test_a_stream_ends_with_a_status_when_the_router_drains(cluster: Clust
         await call.write(infer_request())
         await cluster.scheduler.until(lambda: cluster.scheduler.requests)
         (request_id,) = cluster.scheduler.requests
-        answers = []
+        answers: list[Any] = []
         if not is_busy:
             cluster.scheduler.end(request_id)
             answers.append(await call.read())
