@@ -376,7 +376,7 @@ async def test_a_call_that_arrives_as_the_router_drains_is_served(
         await call.write(infer_request())
         await call.done_writing()
         await cluster.scheduler.until(lambda: cluster.scheduler.requests)
-        cluster.scheduler.end(*cluster.scheduler.requests)
+        cluster.scheduler.end(next(iter(cluster.scheduler.requests)))
         answer: Any = await call.read()
         assert not answer.error_message
         assert await call.code() is grpc.StatusCode.OK
