@@ -63,6 +63,8 @@ _VERSION = "1"
 _TYPES = {"BYTES": pb.TYPE_STRING}
 # Maximum number of responses queued for a slow reader of a stream, in addition to each request's own pending output.
 _MAX_WAITING = 64
+# Time in which a router that drains still reads the request of a call that has just arrived, and its end.
+_LAST_REQUEST_S = 1.0
 
 
 class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
@@ -189,6 +191,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
         async def end_when_draining() -> None:
             await self._front.draining.wait()
+            await asyncio.sleep(_LAST_REQUEST_S)
             stream.refuse(UnavailableError, "this router is draining; make the call again")
 
         reading, ending = asyncio.create_task(read()), asyncio.create_task(end_when_draining())

@@ -16,6 +16,7 @@ from midstream.errors import InvalidArgumentError, UnsupportedError
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from protos import kserve_pb2, kserve_pb2_grpc
+from router.protocols.kserve import servicer
 from router.protocols.kserve.ensemble import tensor_of
 from router.protocols.kserve.parameters import Parameters, read_parameters
 from tests.router.conftest import Cluster
@@ -330,8 +331,11 @@ def test_native_fields_have_their_tensors(field: str, given: set[str], name: str
 
 
 @pytest.mark.parametrize("is_busy", [True, False])
-async def test_a_stream_ends_with_a_status_when_the_router_drains(cluster: Cluster, is_busy: bool) -> None:
+async def test_a_stream_ends_with_a_status_when_the_router_drains(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, is_busy: bool
+) -> None:
     """Running requests end first; later ones get no response, so that the client knows that they were not run."""
+    monkeypatch.setattr(servicer, "_LAST_REQUEST_S", 0.0)
     router = await cluster.add_router(await cluster.add_detokenizer())
     async with grpc.aio.insecure_channel(router.address) as channel:
         stub = cast("GRPCInferenceServiceAsyncStub", kserve_pb2_grpc.GRPCInferenceServiceStub(channel))
@@ -356,3 +360,24 @@ async def test_a_stream_ends_with_a_status_when_the_router_drains(cluster: Clust
         assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
         await asyncio.wait_for(draining, 60)
     assert len(cluster.scheduler.requests) == 1
+
+
+async def test_a_call_that_arrives_as_the_router_drains_is_served(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servicer, "_LAST_REQUEST_S", 60.0)
+    router = await cluster.add_router(await cluster.add_detokenizer())
+    async with grpc.aio.insecure_channel(router.address) as channel:
+        stub = cast("GRPCInferenceServiceAsyncStub", kserve_pb2_grpc.GRPCInferenceServiceStub(channel))
+        await stub.ServerLive(kserve_pb2.ServerLiveRequest(), timeout=60)
+        call = stub.ModelStreamInfer(timeout=60)
+        draining = asyncio.create_task(router.server.stop(drain_timeout_s=60))
+        await router.server.draining.wait()
+        await call.write(infer_request())
+        await call.done_writing()
+        await cluster.scheduler.until(lambda: cluster.scheduler.requests)
+        cluster.scheduler.end(next(iter(cluster.scheduler.requests)))
+        answer: Any = await call.read()
+        assert not answer.error_message
+        assert await call.code() is grpc.StatusCode.OK
+        await asyncio.wait_for(draining, 60)
