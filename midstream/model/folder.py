@@ -27,6 +27,7 @@ from midstream.model.families import SERVED_FAMILIES
 from midstream.model.git_lfs import refuse_pointer
 from midstream.model.hub import download, is_hub_name, repository_of
 from midstream.model.json_file import read_json
+from midstream.model.prepare.gguf_file import gguf_name, gguf_parts
 from midstream.model.prepare.tokenizer_conversion import convert_tokenizer, convertible_tokenizer
 from midstream.model.safetensors_file import read_safetensors_head
 from midstream.model.tokenizer_file import TokenizerFiles
@@ -192,7 +193,7 @@ def open_model_folder(model: str) -> ModelFolder:
     if path.is_dir():
         return _open_folder(path)
     if path.is_file() and path.suffix == ".gguf":
-        return _open_gguf(path, path.stem, _identity(path))
+        return _open_gguf(path, gguf_name(path), " ".join(map(_identity, gguf_parts(path))))
     if is_hub_name(model):
         return open_model_folder(str(download(model)))
     raise ConfigError(
@@ -367,6 +368,8 @@ def _refuse_own_code(path: Path, config: dict[str, Any]) -> None:
 def _weight_files(path: Path) -> tuple[Path, ...]:
     if (path / "model.gguf").is_file():
         return (path / "model.gguf",)
+    if (first := next(path.glob("model-00001-of-*.gguf"), None)) is not None:
+        return gguf_parts(first)
     if (path / "model.safetensors").is_file():
         return (path / "model.safetensors",)
     index = path / _INDEX

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from midstream.errors import ConfigError
+from midstream.model.prepare.gguf_file import part_names
 
 _NAME = re.compile(r"([\w.-]{1,96}/[\w.-]{1,96})(/[\w./-]+\.gguf)?(?:@([\w./-]+))?", re.ASCII)
 _CACHE_FOLDER = re.compile(r"models--(.+?)--(.+)")
@@ -49,7 +50,9 @@ def download(model: str) -> Path:
         raise ConfigError("names on the Hub require the package huggingface_hub: pip install huggingface_hub") from None
     try:
         if file:
-            return Path(hf_hub_download(repository, file.removeprefix("/"), revision=revision))
+            names = part_names(file.removeprefix("/"))
+            parts = [hf_hub_download(repository, name, revision=revision) for name in names]
+            return Path(parts[0])
         found = snapshot_download(repository, revision=revision, allow_patterns=_FILES, ignore_patterns=_IGNORED)
     except errors.GatedRepoError:
         problem = "requires its license to be accepted; do so on its page, then set HF_TOKEN to your token"

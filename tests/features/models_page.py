@@ -65,9 +65,9 @@ hidden states: embeddings, and scores and reranking by them, work, and other req
 32 or 64 bits. A folder without tokenizer.json, but with `tokenizer.model` (this requires the package sentencepiece) or
 `vocab.json` and `merges.txt`, is converted by `midstream prepare FOLDER --output NEW_FOLDER`.
 
-**GGUF files** may have a byte-level (`gpt2`) or SentencePiece (`llama`) vocabulary; others, such as `bert`, are
-refused. Their special tokens follow the rules of llama.cpp (version 0c1e570, `src/llama-vocab.cpp`); tests compare them
-with llama.cpp itself:
+**GGUF files** may be in parts (`NAME-00001-of-00003.gguf`); name any of them. They may have a byte-level (`gpt2`) or
+SentencePiece (`llama`) vocabulary; others, such as `bert`, are refused. Their special tokens follow the rules of
+llama.cpp (version 0c1e570, `src/llama-vocab.cpp`); tests compare them with llama.cpp itself:
 
 - `add_bos_token`, `add_eos_token` and `add_sep_token` decide which tokens a text gets; the defaults are those of
   `tokenizer.ggml.model` and `.pre`. `add_space_prefix` has an effect only on SentencePiece vocabularies.

@@ -44,13 +44,14 @@ def write_gguf(
     dtype: type = np.float32,
     tokens: Sequence[str] = (),
     adds_eos: bool = False,
+    part_size: int = 0,
 ) -> None:
     """Write a model with tensors of type `dtype` and the tensor names of the `gguf` package; `rope` contains settings,
     by their keys in that package. The vocabulary begins with `tokens`, if given, which include the bytes and `ab`; the
     last of them ends a text if `adds_eos`.
     """
     config: Any = model.config
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=part_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -88,6 +89,25 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_file_in_parts(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIDSTREAM_HOME", str(tmp_path / "home"))
+    model = make_tiny_model(tmp_path / "made", "Qwen2", tie_word_embeddings=True)
+    write_gguf(tmp_path / "file.gguf", "qwen2", model, part_size=15)
+    assert not (tmp_path / "file.gguf").exists()
+    folder = open_model_folder(str(tmp_path / f"file-0000{number}-of-00003.gguf"))
+    assert (folder.name, folder.weights_format, len(folder.weight_files)) == ("file", "gguf", 3)
+    check_logits(tmp_path, model, monkeypatch, folder.path)
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "made", "Qwen2", tie_word_embeddings=True)
+    write_gguf(tmp_path / "file.gguf", "qwen2", model, part_size=15)
+    (tmp_path / "file-00002-of-00003.gguf").unlink()
+    with pytest.raises(ConfigError, match=r"one of 3 parts, and file-00002-of-00003\.gguf is missing"):
+        open_model_folder(str(tmp_path / "file-00001-of-00003.gguf"))
 
 
 @needs_llama_cpp
@@ -134,11 +154,15 @@ def test_a_gguf_file_gives_the_logits_of_transformers(
     check_logits(tmp_path, model, monkeypatch)
 
 
-def check_logits(path: Path, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that path/file.gguf gives the logits of transformers' `model`."""
-    (path / "folder").mkdir()
-    lay_down(path / "file.gguf", path / "folder", {})
-    runner, tokens = make_runner(path / "folder", implementation="native", kv="f32"), prompt(40, seed=1)
+def check_logits(
+    path: Path, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, folder: Path | None = None
+) -> None:
+    """Check that `folder`, by default made from path/file.gguf, gives the logits of transformers' `model`."""
+    if folder is None:
+        folder = path / "folder"
+        folder.mkdir()
+        lay_down(path / "file.gguf", folder, {})
+    runner, tokens = make_runner(folder, implementation="native", kv="f32"), prompt(40, seed=1)
     driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
     driver.step([driver.sequence(0, tokens)], [(0, 0, 40)])
     wanted = expected_logits(model, tokens)[-1:]
@@ -199,7 +223,7 @@ def test_the_scaling_of_rotary_frequencies(
             {Keys.Rope.SCALING_FACTOR: 4.0, Keys.Rope.SCALING_YARN_EXT_FACTOR: 1.0},
             r"yarn_ext_factor 1 is not supported with linear; must be 0",
         ),
-        ({Keys.Split.LLM_KV_SPLIT_COUNT: 3}, "one of 3 parts; merge them"),
+        ({Keys.Split.LLM_KV_SPLIT_COUNT: 3}, r"is part 0 of 3 by its keys .* must be named NAME-00001-of-00003\.gguf"),
         ({Keys.LLM.EXPERT_COUNT: 8}, r"qwen2\.expert_count 8 is not supported"),
         ({Keys.Rope.SCALING_TYPE: "longrope"}, "rope scaling 'longrope' is not known"),
         ({Keys.Rope.SCALING_TYPE: "yarn"}, r"lacks qwen2\.rope\.scaling\.factor"),

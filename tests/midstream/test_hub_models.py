@@ -28,6 +28,8 @@ FILES = {
     "model.safetensors": b"weights",
     "hf_quant_config.json": b"{ }",
     "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
+    "1_Pooling/config.json": b'{"pooling_mode": "mean"}',
+    "modules.json": b"[]",
     "README.md": b"# not needed",
     "original/consolidated.safetensors": b"the same weights again",
 }  # fmt: skip
@@ -111,11 +113,12 @@ def test_a_model_is_downloaded_once_and_served_under_its_name(hub: str, tmp_path
     first = prepare(hub, tmp_path, "acme/tiny")
     assert first.returncode == 0, first.stderr
     assert "acme/tiny is in" in first.stdout
-    files = ["config.json", "hf_quant_config.json", "model.safetensors", "tokenizer.json"]
-    assert sorted(Hub.downloaded) == ["additional_chat_templates/tool_use.jinja", *files]
+    files = ["config.json", "hf_quant_config.json", "model.safetensors", "modules.json", "tokenizer.json"]
+    nested = ["1_Pooling/config.json", "additional_chat_templates/tool_use.jinja"]
+    assert sorted(Hub.downloaded) == [*nested, *files]
     snapshot = tmp_path / "hf" / "hub" / "models--acme--tiny" / "snapshots" / COMMIT
     # Midstream must not write anything to the snapshot.
-    assert sorted(path.name for path in snapshot.iterdir()) == ["additional_chat_templates", *files]
+    assert sorted(path.name for path in snapshot.iterdir()) == ["1_Pooling", "additional_chat_templates", *files]
     Hub.downloaded.clear()
     offline = prepare(hub, tmp_path, "acme/tiny", HF_HUB_OFFLINE="1")
     assert offline.returncode == 0, offline.stderr

@@ -384,4 +384,4 @@ def open_weights(folder: ModelFolder, description: DecoderDescription) -> Weight
     if folder.weights_format == "safetensors":
         return SafetensorsFiles(folder.weight_files, read_scheme(folder))
     permuted = (description.num_heads, description.num_kv_heads) if description.architecture == "llama" else None
-    return GgufFile(folder.weight_files[0], permuted)
+    return GgufFile(folder.weight_files, permuted)

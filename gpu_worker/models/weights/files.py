@@ -19,7 +19,7 @@ from gpu_worker.models.weights.gguf_blocks import from_gguf
 from gpu_worker.models.weights.schemes import Module, Scheme, is_packed, read_matrix
 from gpu_worker.models.weights.weight import Weight, WeightFormat
 from midstream.errors import ConfigError, UnsupportedError
-from midstream.model.prepare.gguf_file import read_gguf_head
+from midstream.model.prepare.gguf_file import TensorEntry, read_gguf_head
 
 _GGUF_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _GGUF_LAYER = {
@@ -136,10 +136,12 @@ class SafetensorsFiles:
 
 
 class GgufFile:
-    """The tensors of one GGUF file; block formats that the kernels support are kept, others become floats."""
+    """The tensors of a GGUF file or of its parts; block formats that the kernels support are kept, others become
+    floats.
+    """
 
-    def __init__(self, path: Path, permuted_heads: tuple[int, int] | None) -> None:
-        """Map the file into memory.
+    def __init__(self, paths: Sequence[Path], permuted_heads: tuple[int, int] | None) -> None:
+        """Map the files into memory.
 
         Args:
             permuted_heads: Numbers of heads and KV heads if the rotary pairs of q and k are stored next to each other
@@ -148,8 +150,12 @@ class GgufFile:
         Raises:
             ConfigError: The file is damaged.
         """
-        self._tensors = read_gguf_head(path).tensors
-        self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+        self._tensors: dict[str, TensorEntry] = {}
+        self._bytes: dict[str, NDArray[np.uint8]] = {}
+        for path in paths:
+            tensors, data = read_gguf_head(path).tensors, np.memmap(path, dtype=np.uint8, mode="r")
+            self._tensors |= tensors
+            self._bytes |= dict.fromkeys(tensors, data)
         self._permuted_heads = permuted_heads
 
     def has(self, name: str) -> bool:
@@ -210,10 +216,10 @@ class GgufFile:
             raise ConfigError(f"the tensor {entry.name} has the unknown type {entry.type}", field="model") from None
         columns, num_rows = entry.shape[0], math.prod(entry.shape[1:])
         row_bytes = columns // block_size * block_bytes
-        end = entry.offset + row_bytes * num_rows
-        if columns % block_size or end > len(self._bytes):
+        data, end = self._bytes[entry.name], entry.offset + row_bytes * num_rows
+        if columns % block_size or end > len(data):
             raise ConfigError(f"the tensor {entry.name} is truncated", field="model")
-        return kind, columns, self._bytes[entry.offset : end].reshape(num_rows, row_bytes)
+        return kind, columns, data[entry.offset : end].reshape(num_rows, row_bytes)
 
 
 def _floats(name: str, kind: gguf.GGMLQuantizationType, rows: NDArray[np.uint8]) -> Tensor:

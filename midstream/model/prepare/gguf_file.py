@@ -6,6 +6,7 @@ memory is allocated for it.
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ Metadata = Mapping[str, MetadataValue]
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4
 _ALIGNMENT = 32
+_PART_NAME = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+_MAX_PARTS = 1000
 _STRING, _ARRAY = 8, 9
 # GGUF value type -> format character of `struct`.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -45,6 +48,34 @@ class GgufHead:
 
     metadata: Metadata
     tensors: dict[str, TensorEntry]
+
+
+def gguf_parts(file: Path) -> tuple[Path, ...]:
+    """Return all files of the model of which `file` is a part, in order: NAME-00001-of-00003.gguf and so on; only
+    `file` if it has another name. Raises ConfigError if a part is missing.
+    """
+    parts = tuple(file.with_name(name) for name in part_names(file.name))
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise ConfigError(f"{file} is one of {len(parts)} parts, and {missing[0]} is missing", field="model")
+    return parts
+
+
+def part_names(name: str) -> list[str]:
+    """Return the names of all parts of the file `name`, which may be a path; only `name` if it is not a part."""
+    match = _PART_NAME.fullmatch(name)
+    if match is None:
+        return [name]
+    count = int(match[2])
+    if not 0 < count <= _MAX_PARTS:
+        raise ConfigError(f"{name} must be one of 1 to {_MAX_PARTS} parts", field="model")
+    return [f"{match[1]}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+
+
+def gguf_name(file: Path) -> str:
+    """Return the name of the model in a file, without the number of its part."""
+    match = _PART_NAME.fullmatch(file.name)
+    return match[1] if match else file.stem
 
 
 def read_gguf_head(path: Path) -> GgufHead:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from midstream.errors import ConfigError, UnsupportedError
-from midstream.model.prepare.gguf_file import Metadata, MetadataValue, read_gguf_head
+from midstream.model.prepare.gguf_file import Metadata, MetadataValue, gguf_parts, read_gguf_head
 from midstream.model.prepare.gguf_special_tokens import special_tokens_of
 from midstream.model.prepare.gguf_tokenizer import build_tokenizer
 
@@ -41,12 +41,22 @@ def lay_down(gguf_file: Path, folder: Path, sampling: Mapping[str, float]) -> No
 
     Sampling parameters that the file recommends (`general.sampling.*`) override those of `sampling`.
 
-    model.gguf is a hard link to `gguf_file` if the file system allows it, otherwise a copy. Raises ConfigError if the
-    file is not GGUF or is damaged, and UnsupportedError if its architecture or tokenizer is not supported.
+    model.gguf is a hard link to `gguf_file` if the file system allows it, otherwise a copy; the parts of a divided file
+    become model-00001-of-00003.gguf and so on. Raises ConfigError if a file is not GGUF or is damaged, or a part is
+    missing, and UnsupportedError if its architecture or tokenizer is not supported.
     """
-    head = read_gguf_head(gguf_file)
-    metadata = head.metadata
-    _write(folder / "config.json", build_config(metadata, set(head.tensors)))
+    parts = gguf_parts(gguf_file)
+    heads = [read_gguf_head(part) for part in parts]
+    for number, head in enumerate(heads):
+        place = head.metadata.get("split.no", 0), head.metadata.get("split.count", 0) or 1
+        if place != (number, len(parts)):
+            raise ConfigError(
+                f"{parts[number]} is part {place[0]} of {place[1]} by its keys split.no and split.count; must be named "
+                "NAME-00001-of-00003.gguf with its number, counted from 1, and the number of parts",
+                field="model",
+            )
+    metadata = heads[0].metadata
+    _write(folder / "config.json", build_config(metadata, {name for head in heads for name in head.tensors}))
     tokenizer, tokenizer_config = build_tokenizer(metadata)
     _write(folder / "tokenizer.json", tokenizer)
     _write(folder / "tokenizer_config.json", tokenizer_config)
@@ -55,11 +65,13 @@ def lay_down(gguf_file: Path, folder: Path, sampling: Mapping[str, float]) -> No
         if isinstance(template := metadata.get(key), str):
             (folder / file).parent.mkdir(exist_ok=True)
             (folder / file).write_text(template, encoding="utf-8")
-    source, target = gguf_file.resolve(), folder / "model.gguf"
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+    for number, part in enumerate(parts, 1):
+        name = "model.gguf" if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.gguf"
+        source, target = part.resolve(), folder / name
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copyfile(source, target)
 
 
 def build_config(metadata: Metadata, tensor_names: set[str]) -> dict[str, object]:
@@ -78,11 +90,6 @@ def build_config(metadata: Metadata, tensor_names: set[str]) -> dict[str, object
             raise ConfigError(f"the GGUF file lacks {architecture}.{name}", field="model")
         return value
 
-    num_parts = metadata.get("split.count", 1)
-    if num_parts not in (0, 1):
-        raise UnsupportedError(
-            f"the GGUF file is one of {num_parts} parts; merge them with `llama-gguf-split --merge`", field="model"
-        )
     if num_experts := get("expert_count", 0):
         raise UnsupportedError(f"{architecture}.expert_count {num_experts} is not supported", field="model")
     hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
