@@ -93,7 +93,7 @@ def test_rank_0_releases_the_graphs_of_steps_and_draws(
     worker: Any = object.__new__(Worker)
     worker._runner, worker._group = runner, Mock(stop=lambda exit_code: communicator.destroy())
     worker._link = worker._http = worker._loop = Mock()
-    worker._tracer, worker._serve = None, lambda: Stopped(0, "it has drained")
+    worker._tracer, worker._hasher, worker._serve = None, None, lambda: Stopped(0, "it has drained")
     monkeypatch.setattr("signal.signal", lambda *_: None)
     assert worker.run() == 0
     assert communicator.has_ended

@@ -87,7 +87,7 @@ def test_settings_that_do_not_change_the_tokens_leave_the_kind(folder: Path, set
 
 def test_instruction_sets_are_kinds_since_sampled_tokens_differ(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = arithmetic_of(folder)
-    monkeypatch.setattr(kind, "load_library", lambda: SimpleNamespace(isa="another"))
+    monkeypatch.setattr(kind, "load_library", lambda isa: SimpleNamespace(isa="another"))
     assert arithmetic_of(folder) != own
 
 
