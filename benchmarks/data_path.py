@@ -164,18 +164,23 @@ class Checkout:
         python = root / ".venv" / "bin" / "python"
         self.python = str(python) if python.exists() else sys.executable
 
+    def _of_model(self, attribute: str) -> str:
+        """Return an attribute of the embedded model as this checkout's code reads it; fingerprints have changed."""
+        code = f"from midstream.model.folder import open_model_folder as o; print(o('smollm2').{attribute})"
+        found = subprocess.run([self.python, "-c", code], cwd=self.root, check=True, stdout=subprocess.PIPE, text=True)
+        return found.stdout.strip()
+
     @contextlib.contextmanager
     def open(self, row: Row, folder: Path) -> Iterator[Callable[[Path, Path], Figures]]:
         """Run the services while the context is open; yield a function that sends a load and measures it."""
         scheduler, zmq, detokenizer, grpc, http = free_ports(5)
-        model = open_model_folder("smollm2")
         streams = max(row.num_rows, 8)
         journal = folder / f"{self.name}.sqlite"
         commands = {
             "scheduler": f"scheduler --port {scheduler} --worker-port {zmq} --max-batch-size {streams} "
             f"--journal-path {journal}",
-            "worker": f"tests.fakes.worker --scheduler tcp://127.0.0.1:{zmq} --vocab-size {model.vocab_size} "
-            f"--model-fingerprint {model.fingerprint} --num-blocks 131072 --max-batch-size {streams} "
+            "worker": f"tests.fakes.worker --scheduler tcp://127.0.0.1:{zmq} --vocab-size {self._of_model('vocab_size')} "
+            f"--model-fingerprint {self._of_model('fingerprint')} --num-blocks 131072 --max-batch-size {streams} "
             f"--step-ms {row.step_ms}",
             "detokenizer": f"detokenizer --port {detokenizer} --schedulers 127.0.0.1:{scheduler}",
             "router": f"router --port {grpc} --http-port {http} --schedulers 127.0.0.1:{scheduler} "
