@@ -86,8 +86,9 @@ class StaticLockstep(MicroBatchScheduler):
 def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
     """Add context chunks until the budget is used up.
 
-    A client's sequences are served in the order in which they started, but up to half of its tokens go to contexts that
-    are shorter than its oldest one, the shortest first: many users may share one client id, or have none.
+    A client's sequences are served in the order in which they started, but if the oldest context takes more than half of
+    its tokens, up to half of them go to shorter ones, the shortest first: many users may share one client id, or have
+    none.
 
     The client with the fewest tokens is served first. A part of the budget is reserved for the other clients, so that
     none of them waits until the contexts of another are computed. Each of them gets at most as many tokens as the first
@@ -119,11 +120,12 @@ def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
 def _add_own(waiting: list[Sequence], step: StepBuilder, limit: int, budget: int) -> int:
     """Add chunks of the contexts of one client; return the number of tokens added."""
     oldest, *others = waiting
-    shorter = [item for item in others if item.num_context_tokens < oldest.num_context_tokens]
-    if not shorter or not step.group.config.enable_chunked_context:
+    size = oldest.num_context_tokens
+    if not others or size <= budget // 2 or not step.group.config.enable_chunked_context:
         return _add_chunks(waiting, step, limit, budget)
+    shorter = [item for item in others if item.num_context_tokens < size]
     shorter.sort(key=lambda item: item.num_context_tokens)
-    rest = [item for item in others if item.num_context_tokens >= oldest.num_context_tokens]
+    rest = [item for item in others if item.num_context_tokens >= size]
     for_shorter = min(budget // 2, sum(item.num_context_tokens for item in shorter))
     num_oldest = _add_chunks([oldest], step, limit, budget - for_shorter)
     return num_oldest + _add_chunks([*shorter, *rest], step, limit, budget - num_oldest)

@@ -27,13 +27,13 @@ class Reader(Protocol):
     """A reader's cursors into a request's output; see scheduler.edge.feed.Attachment."""
 
     stream: int
+    is_begun: bool
     is_opened: bool
     wants_perf_metrics: bool
     has_stop_words: bool
     cursors: list[int]
     num_outputs: list[int]
     ends_sent: list[bool]
-    kind_changed_at: tuple[int, ...]
 
     @property
     def log(self) -> Log:
@@ -74,7 +74,7 @@ class FeedBatchBuilder:
         """Add new data for a reader and advance its cursors; return False if some of it does not fit."""
         log = reader.log
         request, sequences = log.request, log.request.sequences
-        if not reader.is_opened or log.kind_changed_at is not reader.kind_changed_at:
+        if not reader.is_begun:
             self._begin(reader, request)
         cursors = reader.cursors
         limits = log.num_committed
@@ -98,12 +98,12 @@ class FeedBatchBuilder:
 
     def _begin(self, reader: Reader, request: Request) -> None:
         """Add what precedes tokens: the properties of the request, and the change of its kind."""
+        reader.is_begun = True
         if not reader.is_opened:
             reader.is_opened = True
             self._open(reader, request)
         if reader.log.kind_changed_at:
-            reader.kind_changed_at = reader.log.kind_changed_at
-            self._batch.kind_changes.add(stream=reader.stream, changed_at=reader.kind_changed_at)
+            self._batch.kind_changes.add(stream=reader.stream, changed_at=reader.log.kind_changed_at)
 
     def _open(self, reader: Reader, request: Request) -> None:
         contents = generation_pb2.GenerateRequest.FromString(request.spec.payload)
