@@ -62,7 +62,9 @@ class GenerationDefaults:
         """Complete a request whose max_tokens is set."""
         sampling = request.sampling
         for name, value in self._by_name:
-            if not sampling.HasField(name) and (sampling.beam_width <= 1 or name in _OF_BEAMS):
+            if sampling.HasField(name):  # type: ignore[arg-type]
+                continue
+            if sampling.beam_width <= 1 or name in _OF_BEAMS:
                 setattr(sampling, name, min(value, request.max_tokens) if name == "min_tokens" else value)
         for ids in self.bad_word_ids:
             request.stopping.bad_word_token_ids.add(values=ids)
