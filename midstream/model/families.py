@@ -49,9 +49,15 @@ def _torch(title: str, *types: str, notes: str = "", has_graphs: bool = True, re
     )
 
 
-def _recurrent(title: str, *types: str, notes: str) -> ServedFamily:
+def _recurrent(title: str, *types: str, notes: str, reads_gguf: bool = False) -> ServedFamily:
     return ServedFamily(
-        title=title, types=types, on_cpu="PyTorch operations", notes=notes, takes_drafts=False, has_graphs=False
+        title=title,
+        types=types,
+        on_cpu="PyTorch operations",
+        notes=notes,
+        reads_gguf=reads_gguf,
+        takes_drafts=False,
+        has_graphs=False,
     )
 
 
@@ -87,8 +93,20 @@ SERVED_FAMILIES = (
     _native("GLM-4 0414", "glm4", notes="partial rotary embedding", reads_gguf=True),
     _native("GLM-4.5", "glm4_moe", notes="experts, partial rotary embedding", reads_gguf=True),
     _native("gpt-oss", "gpt_oss", notes="experts, attention sinks, windows", reads_gguf=True),
-    _torch("DeepSeek-V3, Kimi K2", "deepseek_v3", "kimi_k2", notes="experts, latent cache", has_graphs=False),
-    _torch("GLM-4.7 Flash", "glm4_moe_lite", notes="experts, latent cache", has_graphs=False),
+    _torch(
+        "DeepSeek-V3, Kimi K2",
+        "deepseek_v3",
+        "kimi_k2",
+        notes="experts, latent cache",
+        has_graphs=False,
+        reads_gguf=True,
+    ),
+    _torch(
+        "GLM-4.7 Flash",
+        "glm4_moe_lite",
+        notes="experts, latent cache; GGUF files of it are those of DeepSeek-V3",
+        has_graphs=False,
+    ),
     _native("SmolLM3", "smollm3", notes="layers without rotary embedding", reads_gguf=True),
     _native("Command R (Cohere)", "cohere", notes="parallel layers", reads_gguf=True),
     _native("Command R7B, A (Cohere 2)", "cohere2", notes="windows, parallel layers", reads_gguf=True),
@@ -112,7 +130,7 @@ SERVED_FAMILIES = (
     _recurrent("Granite 4", "granitemoehybrid", notes="Mamba 2 layers, experts"),
     _recurrent("Bamba", "bamba", notes="Mamba 2 layers"),
     _recurrent("Falcon-H1", "falcon_h1", notes="Mamba 2 in parallel with attention"),
-    _recurrent("LFM2", "lfm2", "lfm2_moe", notes="short convolutions, experts"),
+    _recurrent("LFM2", "lfm2", "lfm2_moe", notes="short convolutions, experts", reads_gguf=True),
     _torch("Arcee", "arcee", notes="feed-forward networks without gates", reads_gguf=True),
     _torch("Phi-1, Phi-2", "phi", notes="parallel layers, partial rotary embedding"),
     _torch("StarCoder 2", "starcoder2", notes="windows"),

@@ -57,6 +57,32 @@ def _granite(config: Any) -> dict[str, Value]:
     }
 
 
+def _lfm2(config: Any) -> dict[str, Value]:
+    heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+    return {"attention.head_count_kv": heads, "shortconv.l_cache": config.conv_L_cache}
+
+
+def _deepseek(config: Any) -> dict[str, Value]:
+    return {
+        **_experts(config),
+        "attention.head_count_kv": 1,
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.q_lora_rank": config.q_lora_rank,
+        "rope.dimension_count": config.qk_rope_head_dim,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_weights_norm": True,
+        "expert_gating_func": 2,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+        "leading_dense_block_count": config.first_k_dense_replace,
+    }
+
+
 def _phi_factors(config: Any) -> dict[str, Value]:
     return {
         "rope.scaling.original_context_length": config.original_max_position_embeddings,
@@ -71,6 +97,11 @@ _MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _LONG = {
     "rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0 + i / 8 for i in range(8)],
     "long_factor": [2.0 + i / 4 for i in range(8)], "attention_factor": 1.25, "original_max_position_embeddings": 256,
+}  # fmt: skip
+_LATENT = {
+    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "n_group": 2, "topk_group": 1,
 }  # fmt: skip
 ARCH = gguf.MODEL_ARCH
 # By `general.architecture`, and what distinguishes several models of one.
@@ -193,6 +224,24 @@ MODELS: dict[str, Tiny] = {
     ),
     "seed_oss": Tiny("SeedOss", {**_ROPE, "head_dim": 32}, names=ARCH.SEED_OSS),
     "ernie4_5": Tiny("Ernie4_5", {**_ROPE, "head_dim": 16}, names=ARCH.ERNIE4_5),
+    "lfm2": Tiny(
+        "Lfm2",
+        {**_ROPE, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+        _lfm2,
+        ARCH.LFM2,
+    ),
+    "lfm2moe": Tiny(
+        "Lfm2Moe",
+        {
+            **_ROPE, **_MIXTURE, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
+            "norm_topk_prob": True, "use_expert_bias": True,
+        },
+        lambda c: {
+            **_lfm2(c), **_experts(c), "leading_dense_block_count": c.num_dense_layers, "expert_gating_func": 2,
+        },
+        ARCH.LFM2MOE,
+    ),
+    "deepseek2": Tiny("DeepseekV3", {**_ROPE, **_LATENT, "q_lora_rank": 32}, _deepseek, ARCH.DEEPSEEK2),
     "arcee": Tiny("Arcee", _ROPE, names=ARCH.ARCEE, is_permuted=True),
 }  # fmt: skip
 
@@ -214,34 +263,16 @@ def write_gguf(
     tiny, architecture = MODELS[name], name.partition(" ")[0]
     config: Any = model.config
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=part_size)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    if hasattr(config, "layer_norm_eps"):
-        writer.add_layer_norm_eps(config.layer_norm_eps)
-    else:
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    parameters = config.rope_parameters
-    writer.add_rope_freq_base(parameters.get("full_attention", parameters)["rope_theta"])
-    own = {f"{architecture}.{key}": value for key, value in tiny.keys(config).items()}
-    for key, value in {**{key.format(arch=architecture): value for key, value in rope.items()}, **own}.items():
+    for key, value in {
+        **{f"{architecture}.{key}": value for key, value in {**_keys(config), **tiny.keys(config)}.items()},
+        **{key.format(arch=architecture): value for key, value in rope.items()},
+    }.items():
         _add(writer, key, value)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if architecture != "qwen2":  # as in llama.cpp, Qwen2's head size follows from the hidden size
-        writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
-    share = parameters.get("partial_rotary_factor", 1.0)
-    if not any("dimension_count" in key for key in rope):
-        writer.add_rope_dimension_count(int(head_dim * share))
-    if window := getattr(config, "sliding_window", None):
-        writer.add_sliding_window(window)
     _add_vocabulary(writer, tokens, config.vocab_size, adds_eos=adds_eos)
     names = gguf.get_tensor_name_map(tiny.names, config.num_hidden_layers)
     for stored, tensor in _stored(tiny, config, model.state_dict(), names):
         writer.add_tensor(stored, tensor.contiguous().numpy().astype(dtype))
+    parameters = config.rope_parameters
     if "short_factor" in parameters:
         for kind in ("short", "long"):
             writer.add_tensor(f"rope_factors_{kind}.weight", np.array(parameters[f"{kind}_factor"], np.float32))
@@ -249,6 +280,30 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _keys(config: Any) -> dict[str, Value]:
+    """Return the metadata that all architectures have."""
+    parameters = config.rope_parameters
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    norm = "layer_norm_epsilon" if hasattr(config, "layer_norm_eps") else "layer_norm_rms_epsilon"
+    epsilons = (getattr(config, name, None) for name in ("layer_norm_eps", "rms_norm_eps", "norm_eps"))
+    keys: dict[str, Value] = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        f"attention.{norm}": next(epsilon for epsilon in epsilons if epsilon is not None),
+        "rope.freq_base": parameters.get("full_attention", parameters)["rope_theta"],
+        "rope.dimension_count": int(head_dim * parameters.get("partial_rotary_factor", 1.0)),
+    }
+    if config.model_type != "qwen2":  # as in llama.cpp, Qwen2's head size follows from the hidden size
+        keys |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    if window := getattr(config, "sliding_window", None):
+        keys["attention.sliding_window"] = window
+    return keys
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, tokens: Sequence[str], size: int, *, adds_eos: bool) -> None:
@@ -295,28 +350,36 @@ def _stored(
 
 def _parts(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield a tensor of transformers, divided as in the file: gate and up matrices of experts are not joined."""
-    prefix = name.rpartition(".")[0]
     if config.model_type == "granitemoeshared" and ("block_sparse_moe" in name or "shared_mlp" in name):
         yield from _granite_parts(name, tensor)
     elif name.endswith("self_attn.sinks"):
         yield name + ".weight", tensor
-    elif name.endswith("e_score_correction_bias"):
-        yield name.replace("_bias", ".bias"), tensor
-    elif "experts.gate_up_proj" in name and config.model_type == "gpt_oss":
-        kind = ".bias" if name.endswith("_bias") else ".weight"
-        for part, values in zip(("gate_proj", "up_proj"), (tensor[..., ::2], tensor[..., 1::2]), strict=True):
-            yield f"{prefix}.{part}{kind}", values if kind == ".bias" else values.transpose(1, 2)
-    elif "experts.down_proj" in name and config.model_type == "gpt_oss":
-        is_bias = name.endswith("_bias")
-        yield f"{prefix}.down_proj{'.bias' if is_bias else '.weight'}", tensor if is_bias else tensor.transpose(1, 2)
-    elif name.endswith("experts.gate_up_proj"):
-        gate, up = tensor.chunk(2, dim=1)
-        yield f"{prefix}.gate_proj.weight", gate
-        yield f"{prefix}.up_proj.weight", up
-    elif name.endswith("experts.down_proj"):
-        yield f"{name}.weight", tensor
+    elif name.endswith(("e_score_correction_bias", "feed_forward.expert_bias")):
+        yield f"blk.{name.split('.')[2]}.exp_probs_b.bias", tensor
+    elif name.endswith("conv.conv.weight"):
+        yield name, tensor.squeeze(1)
+    elif name.endswith("kv_b_proj.weight"):  # divided into keys, which are transposed, and values
+        heads = tensor.view(config.num_attention_heads, -1, config.kv_lora_rank)
+        keys, values = heads[:, : config.qk_nope_head_dim], heads[:, config.qk_nope_head_dim :]
+        yield f"blk.{name.split('.')[2]}.attn_k_b.weight", keys.transpose(1, 2)
+        yield f"blk.{name.split('.')[2]}.attn_v_b.weight", values
+    elif ".experts." in name:
+        yield from _expert_parts(name, tensor, is_gpt_oss=config.model_type == "gpt_oss")
     else:
         yield name, tensor
+
+
+def _expert_parts(name: str, tensor: Tensor, *, is_gpt_oss: bool) -> Iterator[tuple[str, Tensor]]:
+    prefix, _, part = name.rpartition(".")
+    kind = "bias" if part.endswith("_bias") else "weight"
+    if is_gpt_oss and kind == "weight":
+        tensor = tensor.transpose(1, 2)
+    if part.startswith("down_proj"):
+        yield f"{prefix}.down_proj.{kind}", tensor
+        return
+    gate, up = (tensor[:, ::2], tensor[:, 1::2]) if is_gpt_oss else tensor.chunk(2, dim=1)
+    yield f"{prefix}.gate_proj.{kind}", gate
+    yield f"{prefix}.up_proj.{kind}", up
 
 
 def _granite_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -370,6 +371,8 @@ class DecoderWeights:
 
     def _vector_of(self, name: str, shape: tuple[int, ...]) -> Tensor:
         values = self._file.vector(self._in_file(name))
+        if values.dim() == 1 and values.numel() == math.prod(shape):  # a GGUF file has no sizes of 1
+            values = values.view(shape)
         if values.shape != shape:
             raise ConfigError(f"{name} is {tuple(values.shape)}, not {shape}", field="model")
         return values

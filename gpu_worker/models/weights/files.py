@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpu_worker.models.families.family import Names
 from gpu_worker.models.weights.gguf_blocks import from_gguf
-from gpu_worker.models.weights.gguf_names import GgufNames
+from gpu_worker.models.weights.gguf_names import LATENT_KV_UP, GgufNames
 from gpu_worker.models.weights.schemes import Module, Scheme, is_packed, read_matrix
 from gpu_worker.models.weights.weight import Weight, WeightFormat
 from midstream.errors import ConfigError, UnsupportedError
@@ -155,6 +155,9 @@ class GgufFile:
         return self._names.find(name)[0] in self._tensors
 
     def matrix(self, name: str) -> Weight:
+        stored = self._names.find(name)[0]
+        if LATENT_KV_UP in stored and stored not in self._tensors:
+            return self._latent_kv_up(stored)
         kind, columns, data = self._get(name)
         blocks = from_gguf(kind, torch.from_numpy(np.array(data)))
         if blocks is not None:
@@ -190,6 +193,23 @@ class GgufFile:
         weight = self.matrix(name)
         return weight.dense() if weight.format == "f32" else weight.dense().bfloat16()
 
+    def _latent_kv_up(self, stored: str) -> Weight:
+        """Return [heads * (key size + value size), rank], of which the file has [heads, rank, key size] and [heads,
+        value size, rank].
+        """
+        parts = []
+        for part in ("attn_k_b", "attn_v_b"):
+            found = stored.replace(LATENT_KV_UP, part)
+            if found not in self._tensors or len(self._tensors[found].shape) != 3:
+                raise ConfigError(
+                    f"the weights lack the tensor {stored}, or {found} with a part per head", field="model"
+                )
+            kind, _, data = self._read(self._tensors[found], None)
+            parts.append(_floats(found, kind, data).view(tuple(reversed(self._tensors[found].shape))))
+        keys, values = parts
+        rows = torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
+        return Weight("f32", rows, rows.shape[1])
+
     def _row_order(self, name: str, num_rows: int) -> Tensor | None:
         if self._permuted_heads is None or not re.search(r"\.[qk]_proj\.", name):
             return None
@@ -206,6 +226,10 @@ class GgufFile:
         entry = self._tensors.get(stored)
         if entry is None:
             raise ConfigError(f"the weights lack the tensor {stored}", field="model")
+        return self._read(entry, expert)
+
+    def _read(self, entry: TensorEntry, expert: int | None) -> tuple[gguf.GGMLQuantizationType, int, NDArray[np.uint8]]:
+        """Do what `_get` does, for a tensor or for an expert's part of it."""
         try:
             kind = gguf.GGMLQuantizationType(entry.type)
             block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -213,7 +237,7 @@ class GgufFile:
             raise ConfigError(f"the tensor {entry.name} has the unknown type {entry.type}", field="model") from None
         columns, num_rows = entry.shape[0], math.prod(entry.shape[1:])
         if expert is not None and expert >= entry.shape[-1]:
-            raise ConfigError(f"the tensor {stored} has no expert {expert}", field="model")
+            raise ConfigError(f"the tensor {entry.name} has no expert {expert}", field="model")
         row_bytes = columns // block_size * block_bytes
         data, end = self._bytes[entry.name], entry.offset + row_bytes * num_rows
         if columns % block_size or end > len(data):

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 from gpu_worker.models.families.family import Names
 
+# Newer files have this matrix in two parts, `attn_k_b` and `attn_v_b`.
+LATENT_KV_UP = "attn_kv_b"
 _EXPERT = re.compile(r"\d+")
 _SEPARATE = Names()
 
@@ -29,7 +31,8 @@ class GgufNames:
 
     def __init__(self, names: Names, tensors: Collection[str]) -> None:
         """`names` are those of the family, with separate experts; `tensors` are the file's."""
-        self._top = {names.embedding: "token_embd", names.final_norm: "output_norm", names.head: "output"}
+        final = "output_norm" if "output_norm.weight" in tensors else "token_embd_norm"  # of LFM2
+        self._top = {names.embedding: "token_embd", names.final_norm: final, names.head: "output"}
         self._prefix = names.layer.partition("{}")[0]
         # With norms around both sublayers, the one before the feed-forward network has a name of its own.
         has_ffn_norm = any(name.endswith(".ffn_norm.weight") for name in tensors)
@@ -45,6 +48,14 @@ class GgufNames:
             names.router: "ffn_gate_inp",
             names.shared_prefix + names.shared_down: "ffn_down_shexp",
             names.shared_gate: "ffn_gate_inp_shexp",
+            names.latent_q: "attn_q",
+            names.latent_q_down: "attn_q_a",
+            names.latent_q_norm: "attn_q_a_norm",
+            names.latent_q_up: "attn_q_b",
+            names.latent_kv_down: "attn_kv_a_mqa",
+            names.latent_kv_norm: "attn_kv_a_norm",
+            names.latent_kv_up: LATENT_KV_UP,
+            **{names.recurrent_prefix + name: f"shortconv.{name}" for name in ("conv", "in_proj", "out_proj")},
         }
         if is_around:
             layer[names.attention_output_norm] = "post_attention_norm"

@@ -138,6 +138,8 @@ def build_config(
     if "rope_scaling" not in own and (scaling := _rope_scaling(keys)) is not None:
         config["rope_scaling"] = scaling
     config |= own
+    if described.model_type == "deepseek_v3":  # which rotates a part of its own
+        config.pop("partial_rotary_factor")
     if config["intermediate_size"] is None:
         raise ConfigError(f"the GGUF file lacks {keys.architecture}.feed_forward_length", field="model")
     return config
@@ -361,6 +363,63 @@ def _cohere2(keys: Keys) -> _Config:
     return {**_cohere(keys), "sliding_window_pattern": _pattern(keys, 4)}
 
 
+def _lfm2(keys: Keys) -> _Config:
+    heads = keys.get("attention.head_count_kv")
+    if not isinstance(heads, list) or not all(type(number) is int for number in heads):
+        raise ConfigError("lfm2.attention.head_count_kv must be a list with a number for each layer", field="model")
+    return {
+        "layer_types": ["full_attention" if number else "conv" for number in heads],
+        "num_key_value_heads": max(heads),
+        "norm_eps": keys.get("attention.layer_norm_rms_epsilon"),
+        "conv_L_cache": keys.size("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+        "tie_embedding": "output.weight" not in keys.tensors,
+    }
+
+
+def _lfm2_moe(keys: Keys) -> _Config:
+    return {
+        **_lfm2(keys),
+        **_experts(keys),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        "num_dense_layers": keys.count("leading_dense_block_count"),
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
+    }
+
+
+def _deepseek2(keys: Keys) -> _Config:
+    if (function := keys.get("expert_gating_func", 1)) != 2:  # DeepSeek-V2 has softmax
+        raise UnsupportedError(f"deepseek2.expert_gating_func {function} is not supported; must be 2", field="model")
+    key_size = keys.size("attention.key_length_mla", keys.size("attention.key_length"))
+    rotated = keys.size("rope.dimension_count")
+    found: _Config = {
+        "head_dim": rotated,
+        "num_key_value_heads": keys.size("attention.head_count"),
+        "q_lora_rank": keys.count("attention.q_lora_rank") or None,
+        "kv_lora_rank": keys.size("attention.kv_lora_rank"),
+        "qk_nope_head_dim": key_size - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": keys.size("attention.value_length_mla", keys.size("attention.value_length")),
+        "n_routed_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        "n_shared_experts": keys.count("expert_shared_count"),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        "first_k_dense_replace": keys.count("leading_dense_block_count"),
+        "routed_scaling_factor": keys.number("expert_weights_scale") or 1.0,
+        "norm_topk_prob": bool(keys.get("expert_weights_norm", False)),
+        "n_group": keys.count("expert_group_count") or 1,
+        "topk_group": keys.count("expert_group_used_count") or 1,
+    }
+    scaling = _rope_scaling(keys)
+    if scaling is not None:
+        # The converter multiplies this setting by 0.1.
+        magnitude = 10 * (keys.number("rope.scaling.yarn_log_multiplier") or 0.0)
+        scaling = {key: value for key, value in scaling.items() if key != "attention_factor"}
+        found["rope_scaling"] = {**scaling, "mscale": magnitude, "mscale_all_dim": magnitude}
+    return found
+
+
 def _with_biases(keys: Keys) -> _Config:
     return {"attention_bias": "blk.0.attn_q.bias" in keys.tensors, "attention_out_bias": False}
 
@@ -387,6 +446,11 @@ _ARCHITECTURES = {
     "cohere2": _Architecture("cohere2", "Cohere2ForCausalLM", _cohere2),
     "seed_oss": _Architecture("seed_oss", "SeedOssForCausalLM", _with_biases),
     "ernie4_5": _Architecture("ernie4_5", "Ernie4_5ForCausalLM"),
+    "lfm2": _Architecture("lfm2", "Lfm2ForCausalLM", _lfm2),
+    "lfm2moe": _Architecture("lfm2_moe", "Lfm2MoeForCausalLM", _lfm2_moe, has_experts=True),
+    "deepseek2": _Architecture(
+        "deepseek_v3", "DeepseekV3ForCausalLM", _deepseek2, rotates_parts=True, has_experts=True
+    ),
     "arcee": _Architecture("arcee", "ArceeForCausalLM", lambda _: {"hidden_act": "relu2"}),
 }
 # These have the architecture of another family in their files.
