@@ -83,9 +83,7 @@ class SchedulerCore:
         self._known_faults: set[tuple[str, str]] = set()
         self.lifecycle = Lifecycle(shared)
         self.membership = Membership(shared, self.lifecycle)
-        self._results = Results(
-            shared, self.lifecycle, lambda group, request, delay_ns: self._pause(group, [request], delay_ns)
-        )
+        self._results = Results(shared, self.lifecycle, self._postpone)
         self.kind_waits = KindWaits(shared, self.membership, self.lifecycle)
         self._placement = Placement(shared, scheduler, self.membership, self.lifecycle, self.kind_waits)
         self._handovers = Handovers(shared, self.membership, self._placement)
@@ -268,10 +266,16 @@ class SchedulerCore:
         self._settle_faults()
         return step
 
-    def _pause(self, group: WorkerGroup, requests: list[Request], delay_ns: int = 0) -> None:
-        """Release active requests and queue them again; they may start again after `delay_ns`."""
+    def _pause(self, group: WorkerGroup, requests: list[Request]) -> None:
+        """Release active requests and queue them again."""
         for request in requests:
-            group.release(request)
             request.count_preemption()
             self.totals.num_preemptions += 1
-            self.membership.requeue(request, delay_ns)
+            self._postpone(group, request, 0)
+
+    def _postpone(self, group: WorkerGroup, request: Request, delay_ns: int) -> None:
+        """Release an active request and queue it again; it may start again after `delay_ns`. This is no preemption if
+        the request itself has to wait, for example for its grammar.
+        """
+        group.release(request)
+        self.membership.requeue(request, delay_ns)

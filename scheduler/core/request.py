@@ -760,6 +760,15 @@ class Request:
         return self.beams.running if self.beams is not None else self.live_sequences
 
     @property
+    def num_decoding_steps(self) -> int:
+        """Number of steps that have produced its output tokens. Only steps of sequences that wait for each result are
+        counted; the others produce one token each.
+        """
+        if self.placed_sequences[0].waits_for_result:
+            return self.counters.num_steps
+        return self.counters.num_steps + max(len(sequence.output) for sequence in self.sequences)
+
+    @property
     def num_rows(self) -> int:
         """Maximum number of rows that the request will need at one time."""
         return self.spec.beam_width if self.beams is not None else len(self.live_sequences)
