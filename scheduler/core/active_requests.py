@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from scheduler.core.capacity_scheduler import CapacityScheduler, has_room_now
+from scheduler.core.guarded_scheduler import RequestError, culprits
 from scheduler.core.request import Request
 from scheduler.core.worker_group import WorkerGroup
 
@@ -161,8 +162,18 @@ class RequestListCapacity(CapacityScheduler):
         views = [LlmRequest(request) for request in (*group.active, *queued)]
         if not views:
             return [], []
-        policy = self._policy(max_num_requests=group.max_batch_size, kv_cache_manager=KvCacheManager(group))
-        fitting, paused = policy.schedule_request(views)
+
+        def ask(some: Sequence[LlmRequest]) -> tuple[RequestList, RequestList]:
+            policy = self._policy(max_num_requests=group.max_batch_size, kv_cache_manager=KvCacheManager(group))
+            fitting, paused = policy.schedule_request(list(some))
+            return fitting, paused
+
+        try:
+            fitting, paused = ask(views)
+        except Exception as error:
+            requests = LlmRequest.unwrap(views)
+            found = culprits(lambda some: ask(list(map(LlmRequest, some))), requests)
+            raise RequestError(found) from error
         return LlmRequest.unwrap(fitting), LlmRequest.unwrap(paused)
 
 

@@ -201,9 +201,7 @@ def usage_of(request: Request) -> generation_pb2.Usage:
 
 def perf_metrics_of(request: Request, clock: SteadyClock) -> generation_pb2.PerfMetrics:
     """Return the performance metrics of a request, with wall-clock times."""
-    times, num_steps = request.times, request.counters.num_steps
-    if not request.placed_sequences[0].waits_for_result:
-        num_steps += max(len(sequence.output) for sequence in request.sequences)
+    times = request.times
     return generation_pb2.PerfMetrics(
         arrival_unix_ns=clock.to_unix_ns(times.arrival_ns),
         first_scheduled_unix_ns=clock.to_unix_ns(times.first_scheduled_ns),
@@ -213,6 +211,6 @@ def perf_metrics_of(request: Request, clock: SteadyClock) -> generation_pb2.Perf
         num_recoveries=request.counters.num_recoveries,
         num_draft_tokens=request.counters.num_draft_tokens,
         num_accepted_tokens=request.counters.num_accepted_tokens,
-        num_steps=num_steps,
+        num_steps=request.num_decoding_steps,
         num_kind_changes=request.counters.num_kind_changes,
     )
