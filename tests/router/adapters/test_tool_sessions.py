@@ -45,7 +45,7 @@ async def scripted(
     call: Awaitable[_T],
     request_id: str,
     ids: list[int],
-    reason: pb.FinishReason = pb.FINISH_REASON_STOP,
+    reason: pb.FinishReason.ValueType = pb.FINISH_REASON_STOP,
 ) -> _T:
     """Return the result of a call while the model writes `ids`, one at a time."""
 
