@@ -82,6 +82,9 @@ class Letters:
     def decode(self, token_ids: Iterable[int]) -> str:
         return "".join(chr(ord("a") + token) for token in token_ids)
 
+    def copy(self) -> Letters:
+        return self
+
     def finish(self) -> str:
         return ""
 

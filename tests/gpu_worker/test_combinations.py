@@ -129,6 +129,9 @@ class Letters:
     def decode(self, token_ids: Iterable[int]) -> str:
         return "".join(LETTERS[token % len(LETTERS)] for token in token_ids)
 
+    def copy(self) -> Letters:
+        return self
+
     def finish(self) -> str:
         return ""
 
