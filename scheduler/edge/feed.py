@@ -166,6 +166,10 @@ class FeedHub:
                     known is not None and known.request is entry.request
                 ):  # otherwise the log belongs to a request restored from the kept requests
                     del self.logs[entry.request.request_id]
+                    if not entry.request.num_attached:
+                        # They were attached before this was committed, but after the core forgot the request.
+                        for reader in list(known.readers):
+                            reader.feed.lose(reader)
 
     def _publish_tokens(self, entry: Emitted) -> None:
         logs = self.logs
@@ -267,7 +271,7 @@ class DetokenizerFeed:
             raise InvalidArgumentError(f"{stream} is already in use on this feed", field="attach.stream")
         log = self._hub.logs.get(request_id)
         if log is None:
-            self.refuse(stream, request_id, NotFoundError(f"no request {request_id[:128]!r} is known here"))
+            self._refuse_unknown(stream, request_id)
             return
         if log.request.spec.tokenizer_fingerprint not in ("", self.tokenizer_fingerprint):
             # Its text would differ from that of the tokenizer with which the request began.
@@ -287,6 +291,14 @@ class DetokenizerFeed:
         log.num_expected = max(log.num_expected - 1, 0)
         self._hub.on_attach(request_id)
         self.mark(attachment)
+
+    def lose(self, attachment: Attachment) -> None:
+        """Detach a reader whose request was forgotten, and reply that it is unknown."""
+        self.detach(attachment.stream)
+        self._refuse_unknown(attachment.stream, attachment.log.request.request_id)
+
+    def _refuse_unknown(self, stream: int, request_id: str) -> None:
+        self.refuse(stream, request_id, NotFoundError(f"no request {request_id[:128]!r} is known here"))
 
     def refuse(self, stream: int, request_id: str, error: MidstreamError) -> None:
         """Reply to an attach command with an error."""

@@ -10,7 +10,7 @@ import pytest
 
 from midstream.clock import SteadyClock
 from protos import generation_pb2, scheduler_pb2
-from scheduler.core.effects import Accepted, Emitted, KindSet
+from scheduler.core.effects import Accepted, Emitted, KindSet, RequestForgotten
 from scheduler.core.kind import Kind
 from scheduler.core.request import Request
 from scheduler.core.request_spec import RequestSpec
@@ -102,6 +102,18 @@ def test_a_committed_change_of_kind_precedes_the_next_token_and_is_repeated_on_e
     streams.feed.attach(7, "r0")
     (batch,) = streams.collect()
     assert [(item.stream, list(item.changed_at)) for item in batch.kind_changes] == [(7, [2])]
+
+
+def test_a_reader_that_comes_while_its_request_is_forgotten_is_told_that_it_is_unknown() -> None:
+    """The core has forgotten the request, but that is not committed yet, so the feed still knows it."""
+    streams = Streams(2)
+    streams.step(0, 1)
+    streams.feed.attach(7, "r0")
+    streams.hub.publish([RequestForgotten(streams.requests[0])])
+    streams.requests[0].release_sequences()
+    (batch,) = streams.collect()
+    assert [(item.stream, item.error.code) for item in batch.opened] == [(0, 5), (7, 5)]
+    assert streams.step(1) == [[1]]
 
 
 def test_a_detokenizer_with_another_tokenizer_is_refused() -> None:
