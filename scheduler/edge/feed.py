@@ -161,15 +161,17 @@ class FeedHub:
                 log.is_over = True
                 self._mark(log)
             elif isinstance(entry, RequestForgotten):
-                known = self.logs.get(entry.request.request_id)
-                if (
-                    known is not None and known.request is entry.request
-                ):  # otherwise the log belongs to a request restored from the kept requests
-                    del self.logs[entry.request.request_id]
-                    if not entry.request.num_attached:
-                        # They were attached before this was committed, but after the core forgot the request.
-                        for reader in list(known.readers):
-                            reader.feed.lose(reader)
+                self._forget(entry.request)
+
+    def _forget(self, request: Request) -> None:
+        log = self.logs.get(request.request_id)
+        if log is None or log.request is not request:  # the log of a request restored from the kept requests
+            return
+        del self.logs[request.request_id]
+        if not request.num_attached:
+            # They were attached before this was committed, but after the core had forgotten the request.
+            for reader in list(log.readers):
+                reader.feed.lose(reader)
 
     def _publish_tokens(self, entry: Emitted) -> None:
         logs = self.logs
