@@ -83,18 +83,27 @@ def load_post_processors(named: str = "") -> dict[str, PostProcessor]:
     """Return the post-processors of all installed packages and of the setting, by name.
 
     Args:
-        named: Comma-separated entries `NAME=module:Class`, which override others of the same name.
+        named: Comma-separated entries `NAME=module:Class`, which override others of the same name; or
+            `NAME=unix:PATH`, a function of the process that serves this socket.
 
     Raises:
         ConfigError: A post-processor cannot be loaded, or its class is not derived from one of the base classes.
     """
     offered = {entry_point.name: entry_point for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
+    functions: dict[str, PostProcessor] = {}
     for item in filter(None, named.split(",")):
         name, _, place = item.partition("=")
         if not name or ":" not in place:
             raise ConfigError(f"{item!r} is not NAME=module:Class", field="logits_post_processors")
-        offered[name] = EntryPoint(name, place, ENTRY_POINT_GROUP)
-    return {name: _load(entry_point) for name, entry_point in offered.items()}
+        kind, _, path = place.partition(":")
+        if kind == "unix":
+            # Imported here, since this module defines its base class.
+            from gpu_worker.sampling.client_post_processors import ClientPostProcessor
+
+            functions[name] = ClientPostProcessor(name, path)
+        else:
+            offered[name] = EntryPoint(name, place, ENTRY_POINT_GROUP)
+    return {name: _load(entry_point) for name, entry_point in offered.items()} | functions
 
 
 def _load(entry_point: EntryPoint) -> PostProcessor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
@@ -143,7 +144,7 @@ _OUTPUT_FIELDS = sorted(_OWN_FIELDS.intersection(pb.OutputConfig.DESCRIPTOR.fiel
 
 
 class Array(Protocol):
-    """The part of numpy's array interface that is used here."""
+    """The part of numpy's array interface that is used here; a torch.Tensor will do, too."""
 
     @property
     def dtype(self) -> object:
@@ -164,8 +165,12 @@ def tensor_of(values: Array, field: str) -> pb.Tensor:
         InvalidArgumentError: The value is not an array, or its type is not supported.
     """
     with naming(field):
-        dtype = f"DTYPE_{values.dtype}".upper()
-        return pb.Tensor(dtype=pb.Tensor.Dtype.Value(dtype), shape=values.shape, data=values.tobytes())
+        dtype, shape = str(values.dtype).removeprefix("torch."), values.shape
+        if "torch" in sys.modules and isinstance(values, sys.modules["torch"].Tensor):
+            # As bytes, since numpy has no bfloat16.
+            values = values.detach().cpu().reshape(-1).view(sys.modules["torch"].uint8).numpy()
+        dtype = f"DTYPE_{dtype}".upper()
+        return pb.Tensor(dtype=pb.Tensor.Dtype.Value(dtype), shape=shape, data=values.tobytes())
 
 
 def set_input(
