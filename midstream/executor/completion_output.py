@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from midstream.chunk import Chunk
-from midstream.executor.tensors import first_rows
+from midstream.executor.tensors import AnyTensor, first_rows, to_user
 from midstream.extras import CONTEXT, LogProbs, Tensor, join_tensors
 
 
@@ -48,16 +48,16 @@ class CompletionOutput:
     kind_changed_at: int | None = None
 
     @property
-    def generation_logits(self) -> Tensor | None:
+    def generation_logits(self) -> AnyTensor | None:
         """The model's unmodified logits at each token [tokens, vocabulary], if requested."""
-        return self.whole_tensors().get("generation_logits")
+        return to_user(self.whole_tensors().get("generation_logits"))
 
     @property
-    def additional_generation_outputs(self) -> dict[str, Tensor]:
+    def additional_generation_outputs(self) -> dict[str, AnyTensor]:
         """Additional outputs for the generated tokens, by name."""
         tensors = self.whole_tensors()
         return {
-            name: tensor
+            name: to_user(tensor)
             for name, tensor in tensors.items()
             if name != "generation_logits" and not name.startswith(CONTEXT)
         }

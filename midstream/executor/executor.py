@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self, overload
 
 from midstream.chunk import Chunk, FinishReason
-from midstream.errors import ConfigError, DeadlineError, InvalidArgumentError, MidstreamError, UnsupportedError
+from midstream.errors import ConfigError, InvalidArgumentError, MidstreamError, UnsupportedError
 from midstream.executor.config import ExecutorConfig
 from midstream.executor.engine_folder import write_engine
 from midstream.executor.enums import ModelType
@@ -44,7 +44,6 @@ class _Running:
     def __init__(self, request_id: int, request: Request, on_news: Callable[[], None]) -> None:
         self.request = request
         self.ready: deque[Response] = deque()
-        self.is_over = False
         self._id, self._on_news = request_id, on_news
         self._stream = ResponseStream(request)
         self._has_final = False
@@ -59,9 +58,9 @@ class _Running:
 
     def end(self, error: MidstreamError | None) -> None:
         """Note the end of the output."""
-        if error is not None and not (self._has_final and isinstance(error, DeadlineError)):
-            self.ready.append(Response(self._id, str(error), self.request.client_id))
-        self.is_over = True
+        if not self._has_final:
+            message = "the output ended early" if error is None else str(error)
+            self.ready.append(Response(self._id, message, self.request.client_id))
         self._on_news()
 
     def _add(self, result: Result) -> None:
@@ -284,7 +283,7 @@ class Executor:
                 raise InvalidArgumentError(f"there is no request {request_id}", field="id")
             return [Response(request_id, f"ReqId {request_id} has already been processed and was terminated.")]
         found = [running.ready.popleft() for _ in range(len(running.ready))]
-        if running.is_over and not running.ready:
+        if found and (found[-1].has_error() or found[-1].result.is_final):
             del self._requests[request_id]
         return found
 

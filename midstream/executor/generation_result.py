@@ -23,7 +23,8 @@ from midstream.errors import MidstreamError
 from midstream.executor.completion_output import CompletionOutput, Logprob, logprobs_by_token
 from midstream.executor.generation_request import GenerationRequest
 from midstream.executor.lifecycle import RequestState
-from midstream.extras import CONTEXT, Tensor
+from midstream.executor.tensors import AnyTensor, to_user
+from midstream.extras import CONTEXT
 
 
 class ResultQueue:
@@ -113,16 +114,16 @@ class GenerationResult:
         self._error: MidstreamError | None = None
 
     @property
-    def context_logits(self) -> Tensor | None:
+    def context_logits(self) -> AnyTensor | None:
         """The model's logits at each prompt token [tokens, vocabulary], if requested."""
-        return self.outputs[0].whole_tensors().get("context_logits")
+        return to_user(self.outputs[0].whole_tensors().get("context_logits"))
 
     @property
-    def additional_context_outputs(self) -> dict[str, Tensor]:
+    def additional_context_outputs(self) -> dict[str, AnyTensor]:
         """Additional outputs for the prompt's tokens, by name."""
         tensors = self.outputs[0].whole_tensors()
         names = [name for name in tensors if name.startswith(CONTEXT) and name != "context_logits"]
-        return {name.removeprefix(CONTEXT): tensors[name] for name in names}
+        return {name.removeprefix(CONTEXT): to_user(tensors[name]) for name in names}
 
     @property
     def streaming(self) -> bool:

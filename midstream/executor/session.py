@@ -201,6 +201,7 @@ class Session:
                         states = await self._request_stats(self.running)
                         requests.append(RequestStatsPerIteration(iteration.iter, states))
             except MidstreamError:
+                _set(follows)  # requests can run without it
                 await asyncio.sleep(_RETRY_S)
 
 
