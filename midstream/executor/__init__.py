@@ -1,5 +1,5 @@
-"""TensorRT-LLM's executor in Python, which runs requests on the service: `Executor` and its parts have the names, shapes
-and defaults of `tensorrt_llm.bindings.executor`, and `GenerationExecutor` those of `tensorrt_llm.executor`.
+"""TensorRT-LLM's executor in Python, which runs requests on the service: `Executor` and its parts have the names,
+shapes and defaults of `tensorrt_llm.bindings.executor`, and `GenerationExecutor` those of `tensorrt_llm.executor`.
 
 with GenerationExecutor.create(model="smollm2") as executor:
     for output in executor.generate_async("Once upon a time", SamplingParams(max_tokens=32), streaming=True):

@@ -301,8 +301,8 @@ class LogitsPostProcessorConfig:
     Attributes:
         processor_map: Functions or `module:Class` by name.
         processor_batched: The one used by requests that name BATCHED_POST_PROCESSOR_NAME.
-        replicate: Whether classes are called on all tensor ranks of the first stage, each in its own process, or only on
-            rank 0. In both cases, rank 0 samples for all ranks. Functions are called once.
+        replicate: Whether classes are called on all tensor ranks of the first stage, each in its own process, or
+            only on rank 0. In both cases, rank 0 samples for all ranks. Functions are called once.
     """
 
     processor_map: Mapping[str, LogitsPostProcessor | str] | None = None

@@ -30,8 +30,8 @@ def with_tokenizer(engine_dir: str, tokenizer_dir: str | None, target: Path) -> 
 
     Args:
         engine_dir: Model folder, GGUF file, or `smollm2`; a folder may lack a tokenizer.
-        tokenizer_dir: Same kinds as engine_dir, but only its tokenizer is used; None means the engine's tokenizer or, if
-            it has none, one whose tokens are their numbers, for programs that use token ids only.
+        tokenizer_dir: Same kinds as engine_dir, but only its tokenizer is used; None means the engine's tokenizer
+            or, if it has none, one whose tokens are their numbers, for programs that use token ids only.
         target: The folder to create, with links to the files.
 
     Raises:

@@ -205,3 +205,7 @@ class DecodingMode:
     def isEagle(self) -> bool:  # noqa: N802
         """Return whether the mode is Eagle."""
         return self.name == "Eagle"
+
+    def useVariableBeamWidthSearch(self) -> bool:  # noqa: N802
+        """Return False: beam widths do not vary."""
+        return False

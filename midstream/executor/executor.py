@@ -69,7 +69,9 @@ class _Running:
 
 
 class Executor:
-    """Runs requests on services that it starts, or that run already. Use it as a context manager, or call `shutdown`."""
+    """Runs requests on services that it starts, or that run already. Use it as a context manager, or call
+    `shutdown`.
+    """
 
     @overload
     def __init__(
@@ -93,8 +95,8 @@ class Executor:
         """Start the services on this machine.
 
         Args:
-            arguments, named: The model, its type and the settings of the services. The model is a folder, a GGUF file or
-                `smollm2`; or the contents of a GGUF file, or of a model.safetensors and its config.json.
+            arguments, named: The model, its type and the settings of the services. The model is a folder, a GGUF
+                file or `smollm2`; or the contents of a GGUF file, or of a model.safetensors and its config.json.
 
         Raises:
             ConfigError: The model does not exist.
@@ -191,8 +193,8 @@ class Executor:
     def await_responses(self, ids: Sequence[int], timeout: Timeout | None = None) -> list[list[Response]]: ...
 
     def await_responses(self, *arguments: Any, **named: Any) -> Any:
-        """Return the unread responses of all requests, of the request `id`, or of each request of `ids`; wait until there
-        is one, or for `timeout`, a duration or a number of seconds.
+        """Return the unread responses of all requests, of the request `id`, or of each request of `ids`; wait until
+        there is one, or for `timeout`, a duration or a number of seconds.
 
         A request that has been read completely gives a response with an error.
 
@@ -236,8 +238,8 @@ class Executor:
         return [self._iterations.popleft() for _ in range(len(self._iterations))]
 
     def get_latest_request_stats(self) -> list[RequestStatsPerIteration]:
-        """Return the statistics of the unfinished requests in at most `request_stats_max_iterations` iterations since the
-        last call, oldest first; each is read shortly after its iteration.
+        """Return the statistics of the unfinished requests in at most `request_stats_max_iterations` iterations
+        since the last call, oldest first; each is read shortly after its iteration.
         """
         self._session.check_open()
         return [self._request_stats.popleft() for _ in range(len(self._request_stats))]

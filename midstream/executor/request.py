@@ -41,7 +41,6 @@ LogitsPostProcessor = Callable[[int, Any, list[list[int]], int, int | None], Any
 
 # Fields for features that the service lacks, with what to do instead.
 _UNSUPPORTED = {
-    "position_ids": "positions are consecutive; leave it out",
     "mrope_config": "the service computes multimodal positions itself; leave it out",
     "encoder_input_token_ids": "encoder-decoder models are not supported",
     "encoder_input_features": "encoder-decoder models are not supported; pass an encoder's output as "
@@ -185,6 +184,8 @@ class Request:
         for name, reason in _UNSUPPORTED.items():
             if getattr(self, name) is not None:
                 raise UnsupportedError(reason, field=name)
+        if self.position_ids is not None and list(self.position_ids) != list(range(len(self.input_token_ids))):
+            raise UnsupportedError("positions are consecutive, from 0; leave it out", field="position_ids")
         if self.request_type is not RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION:
             raise UnsupportedError("disaggregated serving is not supported", field="request_type")
         for name in ("bad_words", "stop_words"):

@@ -65,15 +65,10 @@ class RequestPerfMetrics:
         drafts, accepted = found.num_draft_tokens, found.num_accepted_tokens
         return RequestPerfMetrics(
             TimingMetrics(
-                *(
-                    timedelta(microseconds=nanoseconds / 1000)
-                    for nanoseconds in (
-                        found.arrival_unix_ns,
-                        found.first_scheduled_unix_ns,
-                        found.first_token_unix_ns,
-                        found.last_token_unix_ns,
-                    )
-                )
+                arrival_time=_time(found.arrival_unix_ns),
+                first_scheduled_time=_time(found.first_scheduled_unix_ns),
+                first_token_time=_time(found.first_token_unix_ns),
+                last_token_time=_time(found.last_token_unix_ns),
             ),
             _kv_metrics(usage, tokens_per_block),
             SpeculativeDecodingMetrics(accepted / drafts if drafts else 0.0, accepted, drafts),
@@ -81,6 +76,10 @@ class RequestPerfMetrics:
             last_iter=max(found.num_steps - 1, 0),
             iter=max(found.num_steps - 1, 0),
         )
+
+
+def _time(unix_ns: int) -> timedelta:
+    return timedelta(microseconds=unix_ns / 1000)
 
 
 def _kv_metrics(usage: Usage | None, tokens_per_block: int) -> KvCacheMetrics:
@@ -107,8 +106,8 @@ class Result:
 
     Attributes:
         is_final: Whether this is the request's last result.
-        output_token_ids: Tokens of each beam: the new ones if the request streams, otherwise all, with the prompt unless
-            it is excluded. The end token is not among them; stop words are.
+        output_token_ids: Tokens of each beam: the new ones if the request streams, otherwise all, with the prompt
+            unless it is excluded. The end token is not among them; stop words are.
         cum_log_probs: Log probability of each beam so far, if requested.
         log_probs: Log probability of each generated token so far, if requested.
         context_logits: Logits at each prompt token [prompt tokens, vocabulary], if requested.

@@ -40,8 +40,8 @@ class SamplingParams:
         logits_processor: Name of a logits post-processor registered in the workers, or a function of this process.
         apply_batched_logits_processor: Use the `processor_batched` of LogitsPostProcessorConfig.
         n: Number of sequences or beams to return.
-        best_of: Number of sequences to generate, of which the `n` with the highest probability are returned; or the beam
-            width.
+        best_of: Number of sequences to generate, of which the `n` with the highest probability are returned; or the
+            beam width.
         use_beam_search: Search with `best_of`, or `n`, beams.
         beam_width: The number of beams, instead of `best_of`.
         logprobs: Report the log probabilities of each token and of this number of most likely tokens.

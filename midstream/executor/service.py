@@ -23,8 +23,8 @@ class LocalService:
     Attributes:
         addresses: Addresses of the routers.
         model_config: The model's config.json.
-        find_function: Returns the arguments with which a post-processor that is a function of this process is called for
-            a request; set by the executor.
+        find_function: Returns the arguments with which a post-processor that is a function of this process is called
+            for a request; set by the executor.
     """
 
     find_function: FindCall | None = None

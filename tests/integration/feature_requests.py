@@ -101,7 +101,7 @@ def native_fields(feature: str, tokenizer: Tokenizer) -> dict[str, Any]:
         "prompt_embeddings": {"prompt_embeddings": table},
         "drafts": {"speculative": drafts},
         "retention": {"kv_retention": retention},
-        "priority": {"priority": 0.6},
+        "priority": {"priority": 7},
         "cache_salt": {"cache_salt": "mine"},
         "streaming": {"streaming": True},
     }
@@ -210,7 +210,7 @@ class Asking:
     def _openai_fields(self, feature: str) -> dict[str, Any]:
         found: dict[str, dict[str, Any]] = {
             "seeded": {"temperature": 1.5, "seed": 11, "top_k": 40, "top_p": 0.875, "min_p": 0.0},
-            "sequences": {"temperature": 1.5, "top_p": 1.0, "seed": 11, "n": 2},
+            "sequences": {"temperature": 1.5, "top_p": 1.0, "seed": 11, "n": 2, "min_tokens": 0},
             "beams": {"temperature": 1.0, "use_beam_search": True, "n": 2},
             "penalties": {"repetition_penalty": 1.5, "presence_penalty": 1.5, "frequency_penalty": 1.5},
             "bias": {"logit_bias": {str(token): 50 for token in self._tokenizer.encode(" blue")}},
@@ -336,7 +336,7 @@ def _executor_arguments(feature: str, tokenizer: Tokenizer) -> tuple[dict[str, A
     """Return the sampling parameters and the other arguments."""
     params: dict[str, dict[str, Any]] = {
         "seeded": {"temperature": 1.5, "seed": 11, "top_k": 40, "top_p": 0.875, "min_p": 0.0},
-        "sequences": {"temperature": 1.5, "top_p": 1.0, "seed": 11, "n": 2},
+        "sequences": {"temperature": 1.5, "top_p": 1.0, "seed": 11, "n": 2, "min_tokens": 0},
         "beams": {"temperature": 1.0, "use_beam_search": True, "n": 2, "length_penalty": 1.0},
         "penalties": {"repetition_penalty": 1.5, "presence_penalty": 1.5, "frequency_penalty": 1.5},
         "bias": {"embedding_bias": dict.fromkeys(tokenizer.encode(" blue"), 50.0)},

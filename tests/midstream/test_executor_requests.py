@@ -294,9 +294,11 @@ def test_arrays() -> None:
 
 @pytest.mark.parametrize(("field", "fields"), BAD_PARAMS)
 def test_a_parameter_that_its_field_cannot_hold_is_named(field: str, fields: dict[str, Any]) -> None:
+    params = SamplingParams(**{name: value for name, value in fields.items() if name not in ("prompt", "n")})
+    params.n = fields.get("n", 1)
+    request = GenerationRequest(fields.get("prompt", [1]), params)
     with pytest.raises((InvalidArgumentError, UnsupportedError)) as raised:
-        prompt = fields.get("prompt", [1])
-        GenerationRequest(prompt, SamplingParams(**{k: v for k, v in fields.items() if k != "prompt"})).to_proto()
+        request.to_proto()
     assert raised.value.field == field
 
 
@@ -354,8 +356,8 @@ REQUEST = {"input_token_ids": [1, 2], "max_tokens": 9}
 def test_requests_of_the_executor() -> None:
     output = OutputConfig(True, True, True, False, False, True, [AdditionalModelOutput("hidden_states.1", True)])
     request = Request(
-        [1, 2], 9, True, SamplingConfig(2, seed=3), output, end_id=7, pad_id=-2, bad_words=[[4]], stop_words=[[5], [6, 7]],
-        client_id=12, priority=0.75, allotted_time_ms=timedelta(seconds=2), cache_salt_id=8,
+        [1, 2], 9, True, SamplingConfig(2, seed=3), output, end_id=7, pad_id=-2, bad_words=[[4]], stop_words=[[5],
+        [6, 7]], client_id=12, priority=0.75, allotted_time_ms=timedelta(seconds=2), cache_salt_id=8,
         external_draft_tokens_config=ExternalDraftTokensConfig([3, 4]), guided_decoding_params=GuidedDecodingParams(
             GuidedDecodingParams.GuideType.REGEX, "a*"
         ), prompt_tuning_config=PromptTuningConfig(torch.ones(2, 3, dtype=torch.bfloat16)),
@@ -396,7 +398,7 @@ def test_without_an_end_id_nothing_ends_a_sequence(end_id: int | None) -> None:
     [
         ("return_encoder_output", {"output_config": OutputConfig(return_encoder_output=True)}),
         ("encoder_input_token_ids", {"encoder_input_token_ids": [1]}),
-        ("position_ids", {"position_ids": [0, 1]}),
+        ("position_ids", {"position_ids": [0, 2]}),
         ("eagle_config", {"eagle_config": EagleConfig()}),
         ("request_type", {"type": RequestType.REQUEST_TYPE_CONTEXT_ONLY}),
         ("transfer_mode", {"kv_cache_retention_config": KvCacheRetentionConfig(transfer_mode=KvCacheTransferMode.GDS)}),
