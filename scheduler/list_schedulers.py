@@ -214,9 +214,10 @@ class BindCapacityScheduler(CapacityScheduler):
         num_left = self.kv_cache_manager.get_max_resource_count()
         num_left -= sum(map(self.kv_cache_manager.get_needed_resource_to_completion, fitting))
         for item in active_requests:
+            (request,) = LlmRequest.unwrap([item])
             if item.is_queued:
                 num_left -= self.kv_cache_manager.get_needed_resource_to_completion(item)
-                if num_left < 0 or not has_room_to_the_end(*LlmRequest.unwrap([item]), group):
+                if num_left < 0 or not has_room_to_the_end(request, group):
                     break
                 fitting.append(item)
         return fitting, []

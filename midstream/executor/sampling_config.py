@@ -85,7 +85,7 @@ class SamplingConfig:
         """
         if self.beam_width_array and set(self.beam_width_array) != {self.beam_width}:
             raise UnsupportedError("beam widths cannot vary; set beam_width", field="beam_width_array")
-        fill_choice(sampling, self.beam_width, self.top_k, self.top_p, self.temperature)
+        fill_choice(sampling, self.beam_width, self.top_k, self.top_p, self.min_p, self.temperature)
         fill_penalties(
             sampling, self.temperature, self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         )
@@ -101,7 +101,6 @@ class SamplingConfig:
             early_stopping=None if self.early_stopping is None else int(self.early_stopping),
             no_repeat_ngram_size=ngram_size(self.no_repeat_ngram_size),
             num_return_sequences=self.num_return_sequences,
-            min_p=self.min_p,
         )
 
 
@@ -118,15 +117,24 @@ def check_range(name: str, value: object) -> None:
 
 
 def fill_choice(
-    sampling: pb.SamplingConfig, beam_width: int, top_k: int | None, top_p: float | None, temperature: float | None
+    sampling: pb.SamplingConfig,
+    beam_width: int,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    temperature: float | None,
 ) -> None:
     """Set how a token is chosen: without `top_k` and `top_p`, the most likely one."""
-    if beam_width > 1:
-        set_fields(sampling, beam_width=beam_width, temperature=temperature)
-    elif not top_k and not top_p:
-        set_fields(sampling, beam_width=beam_width, top_k=1, temperature=temperature)
-    else:
-        set_fields(sampling, beam_width=beam_width, top_k=top_k, top_p=top_p or None, temperature=temperature)
+    # Every field is set, since the service completes others from the model's generation_config.json.
+    is_greedy = beam_width == 1 and not top_k and not top_p
+    set_fields(
+        sampling,
+        beam_width=beam_width,
+        temperature=1.0 if temperature is None else temperature,
+        top_k=1 if is_greedy else None if beam_width > 1 else top_k or 0,
+        top_p=None if beam_width > 1 else top_p or 1.0,
+        min_p=min_p or 0.0,
+    )
 
 
 def fill_penalties(
@@ -141,13 +149,13 @@ def fill_penalties(
     scale = temperature or 1.0
     set_fields(
         sampling,
-        repetition_penalty=repetition,
+        repetition_penalty=1.0 if repetition is None else repetition,
         presence_penalty=presence * scale if presence else None,
         frequency_penalty=frequency * scale if frequency else None,
         penalize_prompt=True if presence or frequency else None,
     )
 
 
-def ngram_size(size: int | None) -> int | None:
+def ngram_size(size: int | None) -> int:
     """Return the service's size for one of TensorRT-LLM, whose default, 2^30, means no limit."""
-    return size if size is None or size < _NO_LIMIT else 0
+    return 0 if size is None or size >= _NO_LIMIT else size

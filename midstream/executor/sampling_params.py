@@ -153,7 +153,7 @@ class SamplingParams:
                 raise UnsupportedError("the tokenizer's own rules apply; pass token ids", field=name)
 
     def _fill_sampling(self, sampling: pb.SamplingConfig) -> None:
-        fill_choice(sampling, self.num_beams, self.top_k, self.top_p, self.temperature)
+        fill_choice(sampling, self.num_beams, self.top_k, self.top_p, self.min_p, self.temperature)
         fill_penalties(
             sampling, self.temperature, self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         )
@@ -169,7 +169,6 @@ class SamplingParams:
             length_penalty=self.length_penalty,
             early_stopping=None if self.early_stopping is None else int(self.early_stopping),
             no_repeat_ngram_size=ngram_size(self.no_repeat_ngram_size),
-            min_p=self.min_p,
         )
         if self.embedding_bias is not None:
             with naming("embedding_bias"):

@@ -210,7 +210,7 @@ class Asking:
     def _openai_fields(self, feature: str) -> dict[str, Any]:
         found: dict[str, dict[str, Any]] = {
             "seeded": {"temperature": 1.5, "seed": 11, "top_k": 40, "top_p": 0.875, "min_p": 0.0},
-            "sequences": {"temperature": 1.5, "top_p": 1.0, "seed": 11, "n": 2, "min_tokens": 0},
+            "sequences": {"temperature": 1.5, "seed": 11, "n": 2},
             "beams": {"temperature": 1.0, "use_beam_search": True, "n": 2},
             "penalties": {"repetition_penalty": 1.5, "presence_penalty": 1.5, "frequency_penalty": 1.5},
             "bias": {"logit_bias": {str(token): 50 for token in self._tokenizer.encode(" blue")}},

@@ -23,7 +23,7 @@ _NONE = None
 _RANGE = api.KvCacheRetentionConfig.TokenRangeRetentionConfig
 _GUIDES = api.GuidedDecodingParams.GuideType
 _BACKENDS = api.GuidedDecodingConfig.GuidedDecodingBackend
-_REQUEST = {"input_token_ids": [1, 2, 3], "max_tokens": 5}
+_REQUEST: dict[str, Any] = {"input_token_ids": [1, 2, 3], "max_tokens": 5}
 
 
 @dataclass(frozen=True)

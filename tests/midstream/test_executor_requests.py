@@ -43,19 +43,23 @@ from midstream.extras import Extras, LogProbs, Tensor
 from protos import generation_pb2 as pb
 
 TABLE = np.arange(6, dtype=np.float16).reshape(2, 3)
-DEFAULTS = {"seed": 0, "min_tokens": 1}
-GREEDY = {"top_k": 1, "beam_width": 1, **DEFAULTS}
+# All fields are set, since the service completes others from the model's generation_config.json.
+BEAMS: dict[str, Any] = {
+    "seed": 0, "min_tokens": 1, "temperature": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
+}  # fmt: skip
+DEFAULTS: dict[str, Any] = {"beam_width": 1, "top_k": 0, "top_p": 1.0, **BEAMS}
+GREEDY: dict[str, Any] = {**DEFAULTS, "top_k": 1}
 # TensorRT-LLM's parameters, and the service's fields for them.
 SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, GREEDY),
     ({"top_k": 0}, GREEDY),
     ({"temperature": 0.7}, {**GREEDY, "temperature": 0.7}),
-    ({"top_k": 5}, {"beam_width": 1, "top_k": 5, **DEFAULTS}),
-    ({"top_p": 0.5, "seed": 7}, {"beam_width": 1, "top_p": 0.5, "seed": 7, "min_tokens": 1}),
+    ({"top_k": 5}, {**DEFAULTS, "top_k": 5}),
+    ({"top_p": 0.5, "seed": 7}, {**DEFAULTS, "top_p": 0.5, "seed": 7}),
     (
         {"top_k": 5, "top_p": 0.5, "top_p_decay": 0.25, "top_p_min": 0.125, "top_p_reset_ids": 7, "min_p": 0.25},
-        {"beam_width": 1, "top_k": 5, "top_p": 0.5, "top_p_decay": 0.25, "top_p_min": 0.125, "top_p_reset_id": 7,
-         "min_p": 0.25, **DEFAULTS},
+        {**DEFAULTS, "top_k": 5, "top_p": 0.5, "top_p_decay": 0.25, "top_p_min": 0.125, "top_p_reset_id": 7,
+         "min_p": 0.25},
     ),
     ({"repetition_penalty": 1.5, "min_tokens": 0}, {**GREEDY, "repetition_penalty": 1.5, "min_tokens": 0}),
     # Subtracted after the division by the temperature, so that the service must subtract twice or half of it before.
@@ -73,18 +77,18 @@ SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"early_stopping": True}, {**GREEDY, "early_stopping": 1}),
 ]  # fmt: skip
 PARAMS: list[tuple[SamplingParams, pb.SamplingConfig]] = [
-    (SamplingParams(n=3, top_p=0.5), pb.SamplingConfig(beam_width=1, top_p=0.5, num_return_sequences=3, **DEFAULTS)),
+    (SamplingParams(n=3, top_p=0.5), pb.SamplingConfig(**DEFAULTS | {"top_p": 0.5, "num_return_sequences": 3})),
     (
         SamplingParams(n=2, best_of=3, top_p=0.5),
-        pb.SamplingConfig(beam_width=1, top_p=0.5, num_return_sequences=3, **DEFAULTS),
+        pb.SamplingConfig(**DEFAULTS | {"top_p": 0.5, "num_return_sequences": 3}),
     ),
     (
         SamplingParams(n=3, use_beam_search=True),
-        pb.SamplingConfig(num_return_sequences=3, beam_width=3, **DEFAULTS),
+        pb.SamplingConfig(num_return_sequences=3, beam_width=3, **BEAMS),
     ),
     (
         SamplingParams(n=2, best_of=4, use_beam_search=True, beam_search_diversity_rate=0.5),
-        pb.SamplingConfig(num_return_sequences=2, beam_width=4, beam_search_diversity_rate=0.5, **DEFAULTS),
+        pb.SamplingConfig(num_return_sequences=2, beam_width=4, beam_search_diversity_rate=0.5, **BEAMS),
     ),
     (SamplingParams(embedding_bias={3: 1.5}), pb.SamplingConfig(embedding_bias={3: 1.5}, **GREEDY)),
     (SamplingParams(embedding_bias=[0.0, 2.0, 0.0]), pb.SamplingConfig(embedding_bias={1: 2.0}, **GREEDY)),
@@ -186,7 +190,7 @@ def test_beams() -> None:
     message = pb.SamplingConfig()
     config = SamplingConfig(4, num_return_sequences=2, temperature=0.5, beam_width_array=[4, 4])
     config.fill(message)
-    assert message == pb.SamplingConfig(beam_width=4, num_return_sequences=2, temperature=0.5, **DEFAULTS)
+    assert message == pb.SamplingConfig(**BEAMS | {"beam_width": 4, "num_return_sequences": 2, "temperature": 0.5})
     assert (config.num_return_beams, SamplingConfig(4).num_return_beams) == (2, 4)
     with pytest.raises(InvalidArgumentError, match="num_return_sequences"):
         config.num_return_sequences = 5
@@ -350,7 +354,7 @@ def test_the_end_token_is_not_part_of_the_output_and_the_best_sequences_are_kept
     assert [(output.index, output.cumulative_logprob) for output in result.outputs] == [(0, -2.5)]
 
 
-REQUEST = {"input_token_ids": [1, 2], "max_tokens": 9}
+REQUEST: dict[str, Any] = {"input_token_ids": [1, 2], "max_tokens": 9}
 
 
 def test_requests_of_the_executor() -> None:
@@ -367,7 +371,7 @@ def test_requests_of_the_executor() -> None:
     expected = pb.GenerateRequest(
         token_ids=pb.TokenIds(values=[1, 2]), max_tokens=9, streaming=True, timeout_ms=2000, cache_salt="8",
         client_id="12", priority=50, logits_post_processor_name="mine",
-        sampling=pb.SamplingConfig(beam_width=2, seed=3, min_tokens=1),
+        sampling=pb.SamplingConfig(**BEAMS | {"beam_width": 2, "seed": 3}),
         stopping=pb.StoppingConfig(
             end_id=7, bad_word_token_ids=[pb.TokenIds(values=[4])], stop_token_ids=[5],
             stop_word_token_ids=[pb.TokenIds(values=[6, 7])],
