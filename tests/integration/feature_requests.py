@@ -75,7 +75,21 @@ def native_fields(feature: str, tokenizer: Tokenizer) -> dict[str, Any]:
                 temperature=0, repetition_penalty=1.5, presence_penalty=1.5, frequency_penalty=1.5
             )
         },
-        "penalties of the prompt": {
+        # As in the executor, where the model's own defaults do not apply.
+        "sequences of the executor": {
+            "sampling": pb.SamplingConfig(
+                temperature=1.5,
+                seed=11,
+                num_return_sequences=2,
+                top_k=0,
+                top_p=1,
+                min_p=0,
+                repetition_penalty=1,
+                no_repeat_ngram_size=0,
+                min_tokens=1,
+            )
+        },
+        "penalties of the executor": {
             "sampling": pb.SamplingConfig(
                 temperature=0, repetition_penalty=1.5, presence_penalty=1.5, frequency_penalty=1.5, penalize_prompt=True
             )
@@ -336,7 +350,7 @@ def _executor_arguments(feature: str, tokenizer: Tokenizer) -> tuple[dict[str, A
     """Return the sampling parameters and the other arguments."""
     params: dict[str, dict[str, Any]] = {
         "seeded": {"temperature": 1.5, "seed": 11, "top_k": 40, "top_p": 0.875, "min_p": 0.0},
-        "sequences": {"temperature": 1.5, "top_p": 1.0, "seed": 11, "n": 2, "min_tokens": 0},
+        "sequences": {"temperature": 1.5, "top_p": 1.0, "seed": 11, "n": 2},
         "beams": {"temperature": 1.0, "use_beam_search": True, "n": 2, "length_penalty": 1.0},
         "penalties": {"repetition_penalty": 1.5, "presence_penalty": 1.5, "frequency_penalty": 1.5},
         "bias": {"embedding_bias": dict.fromkeys(tokenizer.encode(" blue"), 50.0)},
