@@ -173,8 +173,8 @@ def test_one_class_decides_everything() -> None:
 def test_the_listed_policy_and_a_bound_one_make_a_simple_scheduler() -> None:
     policy = make_policy()
     harness = Harness()
-    group = harness.add_group(num_blocks=8)
-    manager = KvCacheManager(group) if group is not None else KvCacheManager(harness.core.groups["g"])
+    harness.add_group(num_blocks=8)
+    manager = KvCacheManager(harness.core.groups[0])
     simple = ListSimpleScheduler(policy(4, manager.impl), BindMicroBatchScheduler(4, 16))
     assert simple.capacity_scheduler.kv_cache_manager is manager
 
