@@ -174,13 +174,14 @@ class Checkout:
     def open(self, row: Row, folder: Path) -> Iterator[Callable[[Path, Path], Figures]]:
         """Run the services while the context is open; yield a function that sends a load and measures it."""
         scheduler, zmq, detokenizer, grpc, http = free_ports(5)
+        vocab_size, fingerprint = self._of_model("vocab_size"), self._of_model("fingerprint")
         streams = max(row.num_rows, 8)
         journal = folder / f"{self.name}.sqlite"
         commands = {
             "scheduler": f"scheduler --port {scheduler} --worker-port {zmq} --max-batch-size {streams} "
             f"--journal-path {journal}",
-            "worker": f"tests.fakes.worker --scheduler tcp://127.0.0.1:{zmq} --vocab-size {self._of_model('vocab_size')} "
-            f"--model-fingerprint {self._of_model('fingerprint')} --num-blocks 131072 --max-batch-size {streams} "
+            "worker": f"tests.fakes.worker --scheduler tcp://127.0.0.1:{zmq} --vocab-size {vocab_size} "
+            f"--model-fingerprint {fingerprint} --num-blocks 131072 --max-batch-size {streams} "
             f"--step-ms {row.step_ms}",
             "detokenizer": f"detokenizer --port {detokenizer} --schedulers 127.0.0.1:{scheduler}",
             "router": f"router --port {grpc} --http-port {http} --schedulers 127.0.0.1:{scheduler} "

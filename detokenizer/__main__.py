@@ -9,7 +9,6 @@ import sys
 from functools import partial
 
 from detokenizer.feed import FeedPool
-from detokenizer.incremental import decoder_factory
 from detokenizer.servicer import DetokenizerServicer
 from detokenizer.streams import record_stream
 from midstream.config import DetokenizerConfig
@@ -24,6 +23,7 @@ from midstream.security.tls import Tls
 from midstream.service import run_service
 from midstream.telemetry import HttpServer, Metrics
 from midstream.telemetry.tracing import Tracer
+from midstream.text.incremental import decoder_factory
 from protos import detokenizer_pb2_grpc
 
 SERVICE = "midstream.v1.Detokenizer"

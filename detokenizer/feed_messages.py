@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from detokenizer.sequence import TextRules
 from midstream.chunk import FinishReason, finish_reason_from_proto, matched_stop_from_proto
+from midstream.text.sequence import TextRules
 from protos import scheduler_pb2 as pb
 
 

@@ -11,10 +11,10 @@ from typing import Any
 from grpc.aio import ServicerContext
 
 from detokenizer.feed import FeedPool
-from detokenizer.incremental import DecoderFactory
 from detokenizer.streams import OutputStream, RouterConnection
 from midstream.errors import UnavailableError
 from midstream.rpc.frames import FrameConnection, FrameServer, Pump
+from midstream.text.incremental import DecoderFactory
 from protos import detokenizer_pb2 as pb
 from protos import detokenizer_pb2_grpc
 from protos.frames_pb2 import FramesOffer, OpenFramesRequest

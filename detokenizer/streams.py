@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from detokenizer.feed_messages import Opened, SequenceEnd
-from detokenizer.incremental import DecoderFactory
 from detokenizer.outputs import OutputCursor
-from detokenizer.sequence import SequenceText, TextRules
 from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage
 from midstream.errors import InvalidArgumentError, MidstreamError, OutOfRangeError, OverloadedError, UnavailableError
 from midstream.extras import Extras
 from midstream.telemetry.tracing import TraceParent, Tracer
+from midstream.text.incremental import DecoderFactory
+from midstream.text.sequence import SequenceText, TextRules
 from protos import detokenizer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -251,8 +251,10 @@ class OutputStream:
         reason, matched, log_prob = end.reason, end.matched_stop, end.cumulative_log_prob
         if text.stop_at is not None:
             # The sequence ends at the stop word even if the scheduler learned of it too late.
-            reason, matched, log_prob = FinishReason.STOP, text.stop_word, None
+            reason, matched = FinishReason.STOP, text.stop_word
             sequence.num_dropped = max(end.num_tokens - text.stop_at, 0)
+            if sequence.num_dropped:
+                log_prob = None
             sequence.is_stop_known = end.matched_stop == text.stop_word
             if upstream is not None and not was_stopped:
                 upstream.send_stop(self, end.sequence_index, text.stop_at, text.stop_word or "")

@@ -46,6 +46,7 @@ from gpu_worker.lora.cache import adapter_cache
 from gpu_worker.lora.rows import RowAdapters
 from gpu_worker.models.decoder import ChoosingDecoder, ForwardInputs, Probe
 from gpu_worker.models.loader import LoadedModel, load_model, num_threads
+from gpu_worker.sampling.beam_stops import BeamStops
 from gpu_worker.sampling.beams import Candidates
 from gpu_worker.sampling.guided import UNCONSTRAINED, Constraints, Guides
 from gpu_worker.sampling.output_probes import load_output_probes, refuse_unknown_probes
@@ -60,6 +61,8 @@ from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, MidstreamError, UnsupportedError
 from midstream.grammar.process import GrammarProcess
 from midstream.model.folder import ModelFolder
+from midstream.model.tokenizer import Tokenizer
+from midstream.text.incremental import decoder_factory
 
 if TYPE_CHECKING:
     from gpu_worker.parallel.leader import Leader, LeadingDecoder
@@ -348,6 +351,8 @@ class ModelRunner:
                 token_ids[is_run] = sampled.token_ids
                 log_probs, candidates = sampled.log_probs, sampled.candidates
                 errors += [(int(run_rows[place]), error) for place, error in sampled.errors]
+                candidates, failed = self._beam_stops.find(run_rows, candidates)
+                errors += failed
             elif self.model.device.type == "cuda":
                 # Nothing was read from the device, so wait for it: a step that has finished must have filled its
                 # blocks.
@@ -381,6 +386,7 @@ class ModelRunner:
             answer.num_tokens,
             answer.candidate_log_probs,
             answer.num_drafts,
+            candidate_stop_words=answer.candidate_stop_words,
             is_whole=not prepared.failed_contexts,
         )
 
@@ -540,6 +546,7 @@ class ModelRunner:
             replicate = self._leader.post_process
         self._sampler = Sampler(self._rows, self.post_processors, replicate, model.threads)
         self._reporter = Reporter(self._rows, model.decoder, self.output_probes)
+        self._beam_stops = BeamStops(self._rows, lambda: decoder_factory(Tokenizer(self._folder.path)))
         self._guides = Guides(self._rows, lambda: GrammarProcess(self._folder))
 
 

@@ -179,6 +179,7 @@ class JournalBeamStep(google.protobuf.message.Message):
     TOKEN_RANKS_FIELD_NUMBER: builtins.int
     REPORT_RANKS_FIELD_NUMBER: builtins.int
     REPORTS_FIELD_NUMBER: builtins.int
+    STOP_WORDS_FIELD_NUMBER: builtins.int
     request: builtins.int
     @property
     def parents(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
@@ -196,6 +197,12 @@ class JournalBeamStep(google.protobuf.message.Message):
 
     @property
     def reports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    @property
+    def stop_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The stop word that each token completes, as its index in the request's stop words plus one; 0 if it completes none.
+        Empty means that none does.
+        """
+
     def __init__(
         self,
         *,
@@ -206,8 +213,9 @@ class JournalBeamStep(google.protobuf.message.Message):
         token_ranks: collections.abc.Iterable[builtins.int] | None = ...,
         report_ranks: collections.abc.Iterable[builtins.int] | None = ...,
         reports: collections.abc.Iterable[builtins.bytes] | None = ...,
+        stop_words: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["log_probs", b"log_probs", "parents", b"parents", "report_ranks", b"report_ranks", "reports", b"reports", "request", b"request", "token_ids", b"token_ids", "token_ranks", b"token_ranks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["log_probs", b"log_probs", "parents", b"parents", "report_ranks", b"report_ranks", "reports", b"reports", "request", b"request", "stop_words", b"stop_words", "token_ids", b"token_ids", "token_ranks", b"token_ranks"]) -> None: ...
 
 global___JournalBeamStep = JournalBeamStep
 

@@ -768,6 +768,7 @@ class AddSequence(google.protobuf.message.Message):
     CLIENT_ID_FIELD_NUMBER: builtins.int
     PROMPT_TABLE_FIELD_NUMBER: builtins.int
     TRACE_PARENT_FIELD_NUMBER: builtins.int
+    BEAM_STOP_WORDS_FIELD_NUMBER: builtins.int
     row: builtins.int
     request_id: builtins.str
     sequence_index: builtins.int
@@ -804,6 +805,10 @@ class AddSequence(google.protobuf.message.Message):
     def prompt_tuning(self) -> protos.generation_pb2.PromptTuningConfig: ...
     @property
     def speculative(self) -> protos.generation_pb2.SpeculativeConfig: ...
+    @property
+    def beam_stop_words(self) -> global___BeamStopWords:
+        """Set for a beam search with stop words."""
+
     def __init__(
         self,
         *,
@@ -825,11 +830,49 @@ class AddSequence(google.protobuf.message.Message):
         client_id: builtins.str = ...,
         prompt_table: builtins.str = ...,
         trace_parent: builtins.str = ...,
+        beam_stop_words: global___BeamStopWords | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["guided_decoding", b"guided_decoding", "lora", b"lora", "output", b"output", "prompt_tuning", b"prompt_tuning", "sampling", b"sampling", "speculative", b"speculative"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bad_words", b"bad_words", "block_ids", b"block_ids", "client_id", b"client_id", "end_ids", b"end_ids", "guided_decoding", b"guided_decoding", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "num_prompt_tokens", b"num_prompt_tokens", "output", b"output", "prompt_table", b"prompt_table", "prompt_tuning", b"prompt_tuning", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "sequence_index", b"sequence_index", "speculative", b"speculative", "token_ids", b"token_ids", "trace_parent", b"trace_parent"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["beam_stop_words", b"beam_stop_words", "guided_decoding", b"guided_decoding", "lora", b"lora", "output", b"output", "prompt_tuning", b"prompt_tuning", "sampling", b"sampling", "speculative", b"speculative"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bad_words", b"bad_words", "beam_stop_words", b"beam_stop_words", "block_ids", b"block_ids", "client_id", b"client_id", "end_ids", b"end_ids", "guided_decoding", b"guided_decoding", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "num_prompt_tokens", b"num_prompt_tokens", "output", b"output", "prompt_table", b"prompt_table", "prompt_tuning", b"prompt_tuning", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "sequence_index", b"sequence_index", "speculative", b"speculative", "token_ids", b"token_ids", "trace_parent", b"trace_parent"]) -> None: ...
 
 global___AddSequence = AddSequence
+
+@typing.final
+class BeamStopWords(google.protobuf.message.Message):
+    """The stop words of a beam search. The worker finds them in the text of each beam, because the scheduler, which ends
+    beams, has no text.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORDS_FIELD_NUMBER: builtins.int
+    MIN_TOKENS_FIELD_NUMBER: builtins.int
+    FOLLOWS_PROMPT_FIELD_NUMBER: builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    INCLUDE_STOP_IN_OUTPUT_FIELD_NUMBER: builtins.int
+    min_tokens: builtins.int
+    """A stop word ends a beam only once the output has at least this many tokens."""
+    follows_prompt: builtins.bool
+    """Whether the text begins with the prompt, which affects how the first output tokens are decoded. A stop word in the
+    prompt is not found.
+    """
+    skip_special_tokens: builtins.bool
+    """As in OutputConfig and StopConfig, with defaults applied."""
+    include_stop_in_output: builtins.bool
+    @property
+    def words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        words: collections.abc.Iterable[builtins.str] | None = ...,
+        min_tokens: builtins.int = ...,
+        follows_prompt: builtins.bool = ...,
+        skip_special_tokens: builtins.bool = ...,
+        include_stop_in_output: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["follows_prompt", b"follows_prompt", "include_stop_in_output", b"include_stop_in_output", "min_tokens", b"min_tokens", "skip_special_tokens", b"skip_special_tokens", "words", b"words"]) -> None: ...
+
+global___BeamStopWords = BeamStopWords
 
 @typing.final
 class ForkRow(google.protobuf.message.Message):
@@ -877,6 +920,7 @@ class StepResult(google.protobuf.message.Message):
     CANDIDATE_LOG_PROBS_FIELD_NUMBER: builtins.int
     NUM_DRAFTS_FIELD_NUMBER: builtins.int
     MISSING_BLOCKS_FIELD_NUMBER: builtins.int
+    CANDIDATE_STOP_WORDS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     step_id: builtins.int
     forward_us: builtins.int
@@ -890,7 +934,8 @@ class StepResult(google.protobuf.message.Message):
     def num_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Number of tokens of each sampled row; empty means one each. A speculative row has its accepted drafts and one more
         token. A row of a beam search has candidates for its next token, most likely first, with ties ordered by id: the
-        beam_width + len(end_ids) most likely ones, or fewer if no more are possible. None of these is appended to the row.
+        beam_width + len(end_ids) most likely ones, or max(2, 1 + len(end_ids)) * beam_width if the sequence has
+        beam_stop_words, or fewer if no more are possible. None of these is appended to the row.
         """
 
     @property
@@ -909,6 +954,12 @@ class StepResult(google.protobuf.message.Message):
     def missing_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Blocks of adopted_blocks whose contents were not found."""
 
+    @property
+    def candidate_stop_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Parallel to candidate_log_probs: the stop word that a candidate completes, as its index in beam_stop_words plus one;
+        0 if it completes none. Empty means that none does.
+        """
+
     def __init__(
         self,
         *,
@@ -925,8 +976,9 @@ class StepResult(google.protobuf.message.Message):
         candidate_log_probs: collections.abc.Iterable[builtins.float] | None = ...,
         num_drafts: collections.abc.Iterable[builtins.int] | None = ...,
         missing_blocks: collections.abc.Iterable[builtins.int] | None = ...,
+        candidate_stop_words: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["candidate_log_probs", b"candidate_log_probs", "epoch", b"epoch", "errors", b"errors", "forward_us", b"forward_us", "missing_blocks", b"missing_blocks", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_tokens", b"num_tokens", "outputs", b"outputs", "step_id", b"step_id", "token_ids", b"token_ids", "waiting_us", b"waiting_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["candidate_log_probs", b"candidate_log_probs", "candidate_stop_words", b"candidate_stop_words", "epoch", b"epoch", "errors", b"errors", "forward_us", b"forward_us", "missing_blocks", b"missing_blocks", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_tokens", b"num_tokens", "outputs", b"outputs", "step_id", b"step_id", "token_ids", b"token_ids", "waiting_us", b"waiting_us"]) -> None: ...
 
 global___StepResult = StepResult
 

@@ -13,6 +13,7 @@ import grpc.aio
 from grpc.aio import ServicerContext
 
 from midstream import __version__
+from midstream.chunk import Chunk
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from midstream.rpc.errors import error_from_rpc
 from protos import generation_pb2 as pb
@@ -255,9 +256,10 @@ async def _relay(
     from_token: int = 0,
 ) -> None:
     """Write output to the client as it arrives; `from_token` is the offset of the first token of sequence 0."""
-    offset = from_token
+    last: Chunk | None = None
 
     def beat() -> Coroutine[object, object, None]:
+        offset = from_token if last is None else last.next_offset
         message = pb.GenerateResponse(request_id=request_id, token_offset=offset, is_keep_alive=True)
         return context.write(message)
 
@@ -267,7 +269,7 @@ async def _relay(
             while not output.is_final:
                 for chunk in await output.take():
                     if not chunk.sequence_index:
-                        offset = chunk.next_offset
+                        last = chunk
                     for piece in chunk.pieces(_MAX_TENSOR_BYTES):
                         await stream.write(context.write, piece.to_proto(request_id))
     output.raise_failure()

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from scheduler.core import capacity_scheduler, micro_batch_scheduler, request_scheduler
 from scheduler.core.capacity_scheduler import has_room_now, has_room_to_the_end
+from scheduler.core.guarded_scheduler import RequestError, culprits
 from scheduler.core.request import Request
 from scheduler.core.steps import StepBuilder
 from scheduler.core.worker_group import WorkerGroup
+
+_T = TypeVar("_T")
 
 
 class LlmRequestState(enum.Enum):
@@ -256,11 +260,14 @@ class ListCapacity(capacity_scheduler.CapacityScheduler):
         return [request for request in paused if request.group is group]
 
     def _schedule(self, group: WorkerGroup, queued: Sequence[Request]) -> tuple[list[Request], list[Request]]:
-        views = [LlmRequest(request) for request in (*group.active, *queued)]
-        if not views:
+        def ask(requests: RequestList) -> tuple[RequestList, RequestList]:
+            policy = self._policy(max_num_requests=group.max_batch_size, kv_cache_manager=KvCacheManager(group))
+            fitting, paused = policy.schedule_request(requests)
+            return fitting, paused
+
+        if not group.active and not queued:
             return [], []
-        policy = self._policy(max_num_requests=group.max_batch_size, kv_cache_manager=KvCacheManager(group))
-        fitting, paused = policy.schedule_request(views)
+        fitting, paused = _asked(ask, (*group.active, *queued))
         return LlmRequest.unwrap(fitting), LlmRequest.unwrap(paused)
 
 
@@ -272,9 +279,13 @@ class ListMicroBatch(micro_batch_scheduler.MicroBatchScheduler):
 
     def schedule(self, group: WorkerGroup, step: StepBuilder) -> None:
         """Add the requests that the policy chooses."""
-        policy = self._policy(max_batch_size=group.max_batch_size, max_num_tokens=group.max_num_tokens)
-        views = [LlmRequest(request) for request in group.active]
-        context, generation = policy.schedule(views, group.inflight_request_ids)
+
+        def ask(requests: RequestList) -> tuple[RequestList, RequestList]:
+            policy = self._policy(max_batch_size=group.max_batch_size, max_num_tokens=group.max_num_tokens)
+            context, generation = policy.schedule(requests, group.inflight_request_ids)
+            return context, generation
+
+        context, generation = _asked(ask, tuple(group.active))
         _fill(group, step, LlmRequest.unwrap(context), has_generation=bool(generation))
 
 
@@ -307,10 +318,10 @@ class ListScheduler(request_scheduler.RequestScheduler):
         _fill(group, step, context, has_generation=bool(output.generation_requests))
 
     def _decide(self, group: WorkerGroup, queued: Sequence[Request]) -> SchedulerOutput:
-        views = [LlmRequest(request) for request in (*group.active, *queued)]
-        if not views:
+        if not group.active and not queued:
             return SchedulerOutput()
-        return self._policy().schedule_request(views, group.inflight_request_ids)
+        running = group.inflight_request_ids
+        return _asked(lambda asked: self._policy().schedule_request(asked, running), (*group.active, *queued))
 
 
 def connect(policy: type) -> ListCapacity | ListMicroBatch | ListScheduler | None:
@@ -320,6 +331,15 @@ def connect(policy: type) -> ListCapacity | ListMicroBatch | ListScheduler | Non
     if issubclass(policy, CapacityScheduler):
         return ListCapacity(policy)
     return ListMicroBatch(policy) if issubclass(policy, MicroBatchScheduler) else None
+
+
+def _asked(ask: Callable[[RequestList], _T], requests: Sequence[Request]) -> _T:
+    """Return a policy's answer about requests. Raises RequestError, with the requests on which it fails alone."""
+    try:
+        return ask(list(map(LlmRequest, requests)))
+    except Exception as error:
+        found = culprits(lambda some: ask(list(map(LlmRequest, some))), requests)
+        raise RequestError(found) from error
 
 
 def _fill(group: WorkerGroup, step: StepBuilder, context: Sequence[Request], *, has_generation: bool) -> None:

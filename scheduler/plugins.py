@@ -3,7 +3,8 @@
 A package registers a scheduler in the entry point group `midstream.schedulers`. The scheduler is a class derived from
 RequestScheduler; from CapacityScheduler or MicroBatchScheduler, to be combined with a built-in policy of the other
 kind; and is constructed without arguments. Or it is derived from one of TensorRT-LLM's classes in
-scheduler/list_schedulers.py, which get all active requests at once.
+scheduler/list_schedulers.py, which get all active requests at once. Exceptions of an
+installed scheduler are survived (see guarded_scheduler.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from importlib.metadata import entry_points
 
 from midstream.errors import ConfigError
 from scheduler.core.capacity_scheduler import CAPACITY_SCHEDULERS, CapacityScheduler
+from scheduler.core.guarded_scheduler import GuardedScheduler
 from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS, MicroBatchScheduler
 from scheduler.core.request_scheduler import RequestScheduler, SimpleScheduler
 from scheduler.list_schedulers import connect
@@ -30,12 +32,15 @@ def load_scheduler(name: str, capacity_policy: str, batching_type: str) -> Reque
     Raises:
         ConfigError: There is no such entry point, or it is not a scheduler.
     """
+    built_in = SimpleScheduler(CAPACITY_SCHEDULERS[capacity_policy](), MICRO_BATCH_SCHEDULERS[batching_type]())
     plugin = _load_plugin(name) if name else None
+    if plugin is None:
+        return built_in
     if isinstance(plugin, RequestScheduler):
-        return plugin
-    capacity = plugin if isinstance(plugin, CapacityScheduler) else CAPACITY_SCHEDULERS[capacity_policy]()
-    micro_batch = plugin if isinstance(plugin, MicroBatchScheduler) else MICRO_BATCH_SCHEDULERS[batching_type]()
-    return SimpleScheduler(capacity, micro_batch)
+        return GuardedScheduler(plugin, built_in)
+    capacity = plugin if isinstance(plugin, CapacityScheduler) else built_in.capacity_scheduler
+    micro_batch = plugin if isinstance(plugin, MicroBatchScheduler) else built_in.micro_batch_scheduler
+    return GuardedScheduler(SimpleScheduler(capacity, micro_batch), built_in)
 
 
 def _load_plugin(name: str) -> RequestScheduler | CapacityScheduler | MicroBatchScheduler:

@@ -18,6 +18,23 @@ NO_HASHES: HashArray = np.empty(0, dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BeamStop:
+    """The stop words of a beam search, and how its text is made.
+
+    Attributes:
+        min_tokens: A stop word ends a beam only once the output has at least this many tokens.
+        follows_prompt: Whether the text begins with the prompt.
+        include_stop: Whether the text includes the stop word or stop token.
+    """
+
+    words: tuple[str, ...]
+    min_tokens: int = 0
+    follows_prompt: bool = False
+    skip_special_tokens: bool = True
+    include_stop: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one sequence; the defaults are those of the public API.
 
@@ -28,6 +45,7 @@ class SamplingParams:
         no_repeat_ngram_size: Size of n-grams that must not occur twice; 0 means no such limit.
         top_p_decay, top_p_min, top_p_reset_id: Per-token decay of top_p; a reset id of -1 means none.
         beam_width: Above 1, the row is a beam, which reports candidates instead of a token.
+        beam_stop: Stop words of a beam; None if it has none.
         num_draft_tokens: Maximum number of draft tokens that the row verifies in a step.
         max_ngram_size: Maximum n-gram size for prompt lookup; 0 means that a draft model proposes the drafts.
         prediction: Tokens that prompt lookup searches before the row's own tokens.
@@ -53,6 +71,7 @@ class SamplingParams:
     end_ids: tuple[int, ...] = ()
     log_probs: int | None = None
     beam_width: int = 1
+    beam_stop: BeamStop | None = None
     num_draft_tokens: int = 0
     max_ngram_size: int = 3
     prediction: tuple[int, ...] = ()
@@ -243,6 +262,7 @@ class StepOutput:
             the generation rows in ascending order.
         num_tokens: Number of tokens of each sampled row; set only if any of them is not one.
         candidate_log_probs: Log probabilities of all candidates of beam rows.
+        candidate_stop_words: The stop words that these candidates complete, as in StepResult; empty if there are none.
         num_drafts: Number of drafts verified for each sampled row; empty if there were none.
         errors: (row, error) of rows whose token is invalid.
         prompt_log_probs, tensors: Additional outputs of rows.
@@ -260,4 +280,5 @@ class StepOutput:
     candidate_log_probs: tuple[float, ...] = ()
     num_drafts: tuple[int, ...] = ()
     missing_blocks: tuple[int, ...] = ()
+    candidate_stop_words: tuple[int, ...] = ()
     is_whole: bool = True

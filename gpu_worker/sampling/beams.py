@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.batch.rows import Rows
-from gpu_worker.batch.step import IntArray
+from gpu_worker.batch.step import IntArray, SamplingParams
 from gpu_worker.sampling.distribution import MIN_TEMPERATURE
 
 # Reported for a token that is not allowed, since JSON cannot represent its log probability, minus infinity.
@@ -21,6 +21,7 @@ class Candidates:
     """Tokens and their log probabilities, most likely first; ties are ordered by token id.
 
     Attributes:
+        stop_words: The stop word that each token completes, as in StepResult; empty if none does.
         top_token_ids, top_log_probs: The top tokens that the request asks for.
     """
 
@@ -28,10 +29,11 @@ class Candidates:
     log_probs: tuple[float, ...]
     top_token_ids: tuple[int, ...] = ()
     top_log_probs: tuple[float, ...] = ()
+    stop_words: tuple[int, ...] = ()
 
 
 def find_candidates(logits: Tensor, state: Rows, rows: IntArray) -> list[Candidates]:
-    """Return the candidates of beams; their number is the beam width plus the number of end tokens.
+    """Return the candidates of beams, without their stop words; StepResult defines their number.
 
     Log probabilities are those of the logits divided by the temperature; temperature 0 counts as 1.
 
@@ -43,7 +45,7 @@ def find_candidates(logits: Tensor, state: Rows, rows: IntArray) -> list[Candida
     if any(temperature != 1.0 for temperature in temperatures):
         logits = logits / torch.tensor(temperatures, dtype=torch.float32, device=logits.device)[:, None]
     log_probs = torch.log_softmax(logits, dim=1)
-    counts = [min(item.beam_width + len(item.end_ids), logits.shape[1]) for item in sampling]
+    counts = [min(_num_candidates(item), logits.shape[1]) for item in sampling]
     found = []
     for place, (item, count) in enumerate(zip(sampling, counts, strict=True)):
         tokens, values = _likeliest(log_probs[place], count)
@@ -51,6 +53,12 @@ def find_candidates(logits: Tensor, state: Rows, rows: IntArray) -> list[Candida
         top_values = top.values.clamp(min=_LEAST_REPORTED)
         found.append(Candidates(tokens, values, tuple(top.indices.tolist()), tuple(top_values.tolist())))
     return found
+
+
+def _num_candidates(sampling: SamplingParams) -> int:
+    if sampling.beam_stop is not None:
+        return max(2, 1 + len(sampling.end_ids)) * sampling.beam_width
+    return sampling.beam_width + len(sampling.end_ids)
 
 
 def _likeliest(log_probs: Tensor, count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -7,7 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from gpu_worker.batch.step import AdapterRef, Fork, HashArray, IntArray, NewSequence, SamplingParams, Step, StepOutput
+from gpu_worker.batch.step import (
+    AdapterRef,
+    BeamStop,
+    Fork,
+    HashArray,
+    IntArray,
+    NewSequence,
+    SamplingParams,
+    Step,
+    StepOutput,
+)
 from gpu_worker.scheduler_link.outputs import encode_tensors, output_params, prompt_outputs, row_outputs
 from midstream.errors import MidstreamError, UnsupportedError
 from midstream.grammar.process import guide_of, is_available
@@ -86,6 +96,7 @@ def encode_result(epoch: int, step_id: int, output: StepOutput, waiting_s: float
         result.outputs.extend(map(row_outputs, output.log_probs))
     if output.candidate_log_probs:
         result.candidate_log_probs.extend(output.candidate_log_probs)
+        result.candidate_stop_words.extend(output.candidate_stop_words)
     if output.missing_blocks:
         result.missing_blocks.extend(output.missing_blocks)
     for row, error in output.errors:
@@ -140,9 +151,20 @@ def _sampling(message: worker_pb2.AddSequence) -> SamplingParams:
         end_ids=tuple(message.end_ids),
         log_probs=output.log_probs if output.HasField("log_probs") else None,
         beam_width=sampling.beam_width or 1,
+        beam_stop=_beam_stop(message.beam_stop_words) if message.HasField("beam_stop_words") else None,
         num_draft_tokens=message.speculative.num_draft_tokens,
         max_ngram_size=_max_ngram_size(message.speculative),
         prediction=tuple(message.speculative.prediction_token_ids),
+    )
+
+
+def _beam_stop(message: worker_pb2.BeamStopWords) -> BeamStop:
+    return BeamStop(
+        words=tuple(message.words),
+        min_tokens=message.min_tokens,
+        follows_prompt=message.follows_prompt,
+        skip_special_tokens=message.skip_special_tokens,
+        include_stop=message.include_stop_in_output,
     )
 
 

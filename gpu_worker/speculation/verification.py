@@ -46,6 +46,7 @@ class Answer:
     errors: tuple[tuple[int, MidstreamError], ...]
     num_tokens: tuple[int, ...] = ()
     candidate_log_probs: tuple[float, ...] = ()
+    candidate_stop_words: tuple[int, ...] = ()
     num_drafts: tuple[int, ...] = ()
 
 
@@ -92,6 +93,7 @@ def settle(
     token_ids: list[int] = []
     num_tokens, num_drafts = list[int](), list[int]()
     candidate_log_probs: list[float] = []
+    stop_words: list[int] = []
     lengths: dict[int, int] = {}
     rows = sampled_rows.tolist()
     for place, row in enumerate(rows):
@@ -100,7 +102,9 @@ def settle(
         tokens = drafts.tokens.get(row, EMPTY)
         if state.features[row] & Feature.BEAMS:
             run = list(found[place].token_ids) if place in found else []
-            candidate_log_probs += found[place].log_probs if place in found else ()
+            if place in found:
+                candidate_log_probs += found[place].log_probs
+                stop_words += found[place].stop_words or (0,) * len(run)
             lengths[row] = 1
         else:
             count = 1
@@ -120,6 +124,7 @@ def settle(
         tuple((row, error) for row, error in errors if row not in drafts.shadows),
         tuple(num_tokens),
         tuple(candidate_log_probs),
+        tuple(stop_words) if any(stop_words) else (),
         tuple(num_drafts) if drafts.tokens else (),
     )
 

@@ -38,13 +38,26 @@ class ServedFamily:
         return "safetensors, GGUF" if self.reads_gguf else "safetensors"
 
 
-def _torch(title: str, *types: str, notes: str = "", has_graphs: bool = True) -> ServedFamily:
-    return ServedFamily(title=title, types=types, on_cpu="PyTorch operations", notes=notes, has_graphs=has_graphs)
-
-
-def _recurrent(title: str, *types: str, notes: str) -> ServedFamily:
+def _torch(title: str, *types: str, notes: str = "", has_graphs: bool = True, reads_gguf: bool = False) -> ServedFamily:
     return ServedFamily(
-        title=title, types=types, on_cpu="PyTorch operations", notes=notes, takes_drafts=False, has_graphs=False
+        title=title,
+        types=types,
+        on_cpu="PyTorch operations",
+        notes=notes,
+        reads_gguf=reads_gguf,
+        has_graphs=has_graphs,
+    )
+
+
+def _recurrent(title: str, *types: str, notes: str, reads_gguf: bool = False) -> ServedFamily:
+    return ServedFamily(
+        title=title,
+        types=types,
+        on_cpu="PyTorch operations",
+        notes=notes,
+        reads_gguf=reads_gguf,
+        takes_drafts=False,
+        has_graphs=False,
     )
 
 
@@ -60,37 +73,51 @@ SERVED_FAMILIES = (
     _native("Llama", "llama", reads_gguf=True),
     _native("Llama 4 (text)", "llama4_text", "llama4", notes="experts, layers without rotary embedding, chunks"),
     _native("Qwen 2, Qwen 3", "qwen2", "qwen3", reads_gguf=True),
-    _native("Qwen 2 MoE, Qwen 3 MoE", "qwen2_moe", "qwen3_moe", notes="experts"),
-    _native("Mistral", "mistral", notes="windows", reads_gguf=True),
+    _native("Qwen 2 MoE, Qwen 3 MoE", "qwen2_moe", "qwen3_moe", notes="experts", reads_gguf=True),
+    _native("Mistral", "mistral", notes="windows; GGUF files of it are those of Llama"),
     _native("Ministral 8B", "ministral", notes="windows"),
-    _native("Mixtral", "mixtral", notes="experts"),
-    _native("Gemma", "gemma"),
-    _native("Gemma 2", "gemma2", notes="windows, soft caps"),
-    _native("Gemma 3", "gemma3_text", "gemma3", notes="windows, two rotary bases"),
-    _native("Phi-3, Phi-4", "phi3", notes="partial rotary embedding; LongRoPE up to the original length"),
-    _native("OLMo 2", "olmo2", notes="norms after layers"),
-    _native("OLMo 3", "olmo3", notes="norms after layers, windows, two rotary scalings"),
-    _native("OLMoE", "olmoe", notes="experts"),
+    _native("Mixtral", "mixtral", notes="experts", reads_gguf=True),
+    _native("Gemma", "gemma", reads_gguf=True),
+    _native("Gemma 2", "gemma2", notes="windows, soft caps", reads_gguf=True),
+    _native("Gemma 3", "gemma3_text", "gemma3", notes="windows, two rotary bases", reads_gguf=True),
+    _native(
+        "Phi-3, Phi-4", "phi3", notes="partial rotary embedding; LongRoPE up to the original length", reads_gguf=True
+    ),
+    _native("OLMo 2", "olmo2", notes="norms after layers", reads_gguf=True),
+    _native("OLMo 3", "olmo3", notes="norms after layers, windows, two rotary scalings", reads_gguf=True),
+    _native("OLMoE", "olmoe", notes="experts", reads_gguf=True),
     _native("FlexOlmo", "flex_olmo", notes="experts, norms after layers"),
-    _native("Granite", "granite", notes="scaled embeddings, residuals and logits"),
-    _native("Granite 3 MoE", "granitemoe", "granitemoeshared", notes="experts, scales as in Granite"),
+    _native("Granite", "granite", notes="scaled embeddings, residuals and logits", reads_gguf=True),
+    _native("Granite 3 MoE", "granitemoe", "granitemoeshared", notes="experts, scales as in Granite", reads_gguf=True),
     _native("GLM-4 (9B)", "glm", notes="partial rotary embedding"),
-    _native("GLM-4 0414", "glm4", notes="partial rotary embedding"),
-    _native("GLM-4.5", "glm4_moe", notes="experts, partial rotary embedding"),
-    _native("gpt-oss", "gpt_oss", notes="experts, attention sinks, windows"),
-    _torch("DeepSeek-V3, Kimi K2", "deepseek_v3", "kimi_k2", notes="experts, latent cache", has_graphs=False),
-    _torch("GLM-4.7 Flash", "glm4_moe_lite", notes="experts, latent cache", has_graphs=False),
-    _native("SmolLM3", "smollm3", notes="layers without rotary embedding"),
-    _native("Command R (Cohere)", "cohere", notes="parallel layers"),
-    _native("Command R7B, A (Cohere 2)", "cohere2", notes="windows, parallel layers"),
+    _native("GLM-4 0414", "glm4", notes="partial rotary embedding", reads_gguf=True),
+    _native("GLM-4.5", "glm4_moe", notes="experts, partial rotary embedding", reads_gguf=True),
+    _native("gpt-oss", "gpt_oss", notes="experts, attention sinks, windows", reads_gguf=True),
+    _torch(
+        "DeepSeek-V3, Kimi K2",
+        "deepseek_v3",
+        "kimi_k2",
+        notes="experts, latent cache",
+        has_graphs=False,
+        reads_gguf=True,
+    ),
+    _torch(
+        "GLM-4.7 Flash",
+        "glm4_moe_lite",
+        notes="experts, latent cache; GGUF files of it are those of DeepSeek-V3",
+        has_graphs=False,
+    ),
+    _native("SmolLM3", "smollm3", notes="layers without rotary embedding", reads_gguf=True),
+    _native("Command R (Cohere)", "cohere", notes="parallel layers", reads_gguf=True),
+    _native("Command R7B, A (Cohere 2)", "cohere2", notes="windows, parallel layers", reads_gguf=True),
     _native("MiniMax M2", "minimax_m2", notes="experts, partial rotary embedding"),
-    _native("Seed-OSS", "seed_oss"),
+    _native("Seed-OSS", "seed_oss", reads_gguf=True),
     _native("Code World Model", "cwm", notes="windows"),
     _native("Helium", "helium"),
     _native("dots.llm1", "dots1", notes="experts, windows"),
     _native("EXAONE 4", "exaone4", notes="norms after layers, windows, layers without rotary embedding"),
     _native("K-EXAONE", "exaone_moe", notes="experts, windows, layers without rotary embedding"),
-    _native("ERNIE 4.5", "ernie4_5"),
+    _native("ERNIE 4.5", "ernie4_5", reads_gguf=True),
     _native("ERNIE 4.5 MoE", "ernie4_5_moe", notes="experts"),
     _native("Solar Open", "solar_open", notes="experts"),
     _native("Idefics 3, SmolVLM", "idefics3", "smolvlm", notes="reads images, with transformers' vision encoder"),
@@ -103,8 +130,8 @@ SERVED_FAMILIES = (
     _recurrent("Granite 4", "granitemoehybrid", notes="Mamba 2 layers, experts"),
     _recurrent("Bamba", "bamba", notes="Mamba 2 layers"),
     _recurrent("Falcon-H1", "falcon_h1", notes="Mamba 2 in parallel with attention"),
-    _recurrent("LFM2", "lfm2", "lfm2_moe", notes="short convolutions, experts"),
-    _torch("Arcee", "arcee", notes="feed-forward networks without gates"),
+    _recurrent("LFM2", "lfm2", "lfm2_moe", notes="short convolutions, experts", reads_gguf=True),
+    _torch("Arcee", "arcee", notes="feed-forward networks without gates", reads_gguf=True),
     _torch("Phi-1, Phi-2", "phi", notes="parallel layers, partial rotary embedding"),
     _torch("StarCoder 2", "starcoder2", notes="windows"),
     _torch("StableLM", "stablelm", notes="partial rotary embedding"),

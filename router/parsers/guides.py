@@ -165,6 +165,28 @@ def channels_guide(
     return "\n".join(lines)
 
 
+def required_calls(
+    tools: Mapping[str, Schema], tokens: Mapping[str, int], *, max_calls: int | None, closing: str
+) -> str:
+    """Return a Lark grammar for a JSON array of calls, each with `name` and `parameters`.
+
+    Args:
+        tools: JSON schema of each tool's parameters, by name.
+        tokens: Markers that are a single token, with the token's id.
+        max_calls: 1 for one call; None for any number.
+        closing: Text that ends the reasoning that the prompt has opened; empty if there is none.
+    """
+    calls = []
+    for name, schema in tools.items():
+        opening = '{"name": ' + json.dumps(name, ensure_ascii=False) + ', "parameters": '
+        calls.append(f"{_literal(opening)} {json_term(schema)} {_literal('}')}")
+    more = "" if max_calls == 1 else f" ({_literal(', ')} call)*"
+    lines = [f"array: {_literal('[')} call{more} {_literal(']')}", f"call: {' | '.join(calls)}"]
+    if not closing:
+        return "\n".join(["start: array", *lines])
+    return "\n".join(["start: thinking SPACE array", *lines, _thinking(closing, Speller(tokens)), _TEXT, _SPACE])
+
+
 def after_thinking(schema: Schema, closing: str, tokens: Mapping[str, int]) -> str:
     """Return a Lark grammar for the rest of the reasoning, followed by JSON that matches a schema."""
     thinking = _thinking(closing, Speller(tokens))

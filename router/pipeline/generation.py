@@ -629,8 +629,11 @@ class FrontDoor:
         if background is not None:
             request.priority = min(request.priority, background.priority)
             timeout_s = max(background.until - time.time(), 0.0)
-        with self.counting_failures(operation):
+        try:
             admission, release = self._admit(caller, caller.scope(request_id))
+        except MidstreamError as error:
+            self._count_failure(operation, arrival, error)
+            raise
         span = self._traces.begin(operation, request) if self._traces is not None else None
         request.trace_parent = str(span.span) if span is not None else ""
         try:

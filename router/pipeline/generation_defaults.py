@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.model.folder import ModelFolder
@@ -39,7 +40,7 @@ _NEUTRAL: dict[str, object] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GenerationDefaults:
     """Recommendations of a model.
 
@@ -53,14 +54,18 @@ class GenerationDefaults:
     max_tokens: int | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
+    @cached_property
+    def _by_name(self) -> tuple[tuple[str, float], ...]:
+        return tuple((item.name, value) for item, value in self.sampling.ListFields())
+
     def fill(self, request: pb.GenerateRequest) -> None:
         """Complete a request whose max_tokens is set."""
-        own = {field.name for field, _ in request.sampling.ListFields()}
-        is_beam_search = request.sampling.beam_width > 1
-        for field_, value in self.sampling.ListFields():
-            if field_.name not in own and (not is_beam_search or field_.name in _OF_BEAMS):
-                is_length = field_.name == "min_tokens"
-                setattr(request.sampling, field_.name, min(value, request.max_tokens) if is_length else value)
+        sampling = request.sampling
+        for name, value in self._by_name:
+            if sampling.HasField(name):  # type: ignore[arg-type]
+                continue
+            if sampling.beam_width <= 1 or name in _OF_BEAMS:
+                setattr(sampling, name, min(value, request.max_tokens) if name == "min_tokens" else value)
         for ids in self.bad_word_ids:
             request.stopping.bad_word_token_ids.add(values=ids)
 

@@ -103,14 +103,12 @@ class KeptStream:
             self._beating.cancel()
 
     async def write(self, send: Callable[[_T], Awaitable[object]], message: _T) -> None:
-        """Send a message, after the beat in progress, if any."""
+        """Send a message, after the beat in progress, if any. After an error, the stream has no more beats."""
         if self._beating is not None:
             await asyncio.wait((self._beating,))
         self.num_quiet_ticks, self._is_writing = 0, True
-        try:
-            await send(message)
-        finally:
-            self._is_writing = False
+        await send(message)
+        self._is_writing = False
 
     def beat(self) -> None:
         """Start a beat, unless a message is being written, which a slow client may delay."""

@@ -7,6 +7,7 @@ Python's notation, or leave the text or the call out without an error.
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from itertools import product
 from typing import Literal
 
 from midstream.errors import InvalidArgumentError
+from router.parsers.machine import parse_json
 
 Message = Mapping[str, object]
 # Renders messages; raises InvalidArgumentError if the template rejects them.
@@ -29,6 +31,7 @@ _FIRST, _SECOND, _KEY, _VALUE = "zqkfirst", "zqksecond", "zqkkey", "zqkvalue"
 _NAME, _CALL_ID = "zqkname", "zqk123456"  # Mistral's ids have nine letters and digits
 _NOTATION = re.compile(rf"""text\\?['"]\s*:\s*\\?['"]{_FIRST}""")
 _ARGUMENTS: tuple[object, str] = {_KEY: _VALUE}, f'{{"{_KEY}": "{_VALUE}"}}'
+_CUT_ARGUMENTS = f'{{"{_KEY}": "{_VALUE}'
 PROBE_TOOLS: list[object] = [
     {
         "type": "function",
@@ -50,12 +53,34 @@ class MessageShape:
         lists: By role, the form of a content that is a list of texts.
         beside_calls: Content of an assistant's message that has only tool calls: None, or text.
         arguments_are_text: Whether the arguments of tool calls are JSON text instead of objects.
+        shows_other_arguments: Whether the template also shows arguments that are a text instead of an object, such as
+            those of a call that was cut off.
     """
 
     texts: Mapping[str, ContentForm] = field(default_factory=dict)
     lists: Mapping[str, ContentForm] = field(default_factory=dict)
     beside_calls: Literal[""] | None = ""
     arguments_are_text: bool = False
+    shows_other_arguments: bool = False
+
+    def arguments(self, value: object) -> object:
+        """Return a call's arguments, given as an object or a text; None and an empty text mean none. A text that is not
+        an object in JSON is kept; templates that read only objects get it as the only member of one.
+        """
+        if self.arguments_are_text:
+            return value if isinstance(value, str) and value else json.dumps(value or {}, ensure_ascii=False)
+        parsed = value or {}
+        if isinstance(value, str) and value:
+            try:
+                parsed = parse_json(value)
+            except ValueError:
+                parsed = value
+        if isinstance(parsed, dict):
+            return parsed
+        if parsed is None:
+            return {}
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return text if self.shows_other_arguments else {"arguments": text}
 
     def content(self, role: str, texts: str | Sequence[str]) -> object:
         """Return a content that has a text, or a list of texts; roles without a form are treated as the user's."""
@@ -76,6 +101,7 @@ def message_shape(render: Render) -> MessageShape:
     for role in ("user", "system", "developer", "assistant"):
         probe.find_forms(role)
     probe.find_call_form()
+    probe.find_other_arguments()
     for role in ("tool", "function"):
         probe.find_forms(role)
     return probe.shape
@@ -119,6 +145,12 @@ class _Probe:
                 rendered.append(shape)
         self.shape = rendered[0] if rendered else self.shape
 
+    def find_other_arguments(self) -> None:
+        """Find whether a call is shown whose arguments are a text."""
+        turns = [self._user("-"), self._calling(self.shape, _CUT_ARGUMENTS), _result("tool", "")]
+        shows = any(_VALUE in self._text(shown) for shown in (turns, turns[:2]))
+        self.shape = replace(self.shape, shows_other_arguments=shows)
+
     def _shows(self, role: str, content: object, *marks: str) -> bool:
         turn = {"role": role, "content": content}
         match role:
@@ -145,8 +177,8 @@ class _Probe:
     def _user(self, text: str) -> dict[str, object]:
         return {"role": "user", "content": self.shape.content("user", text)}
 
-    def _calling(self, shape: MessageShape) -> dict[str, object]:
-        function = {"name": _NAME, "arguments": _ARGUMENTS[shape.arguments_are_text]}
+    def _calling(self, shape: MessageShape, arguments: str = "") -> dict[str, object]:
+        function = {"name": _NAME, "arguments": arguments or _ARGUMENTS[shape.arguments_are_text]}
         content = None if shape.beside_calls is None else shape.content("assistant", "")
         return {
             "role": "assistant",

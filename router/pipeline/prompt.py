@@ -17,7 +17,6 @@ from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
 from midstream.processors import num_compute_threads
 from protos import generation_pb2 as pb
-from router.parsers.machine import parse_json
 from router.pipeline.chat_template import ChatTemplate
 from router.pipeline.fair_threads import FairThreads
 from router.pipeline.images import EncodeImage, PromptImages, images_of
@@ -261,20 +260,11 @@ def _message(message: pb.ChatMessage, index: int, shape: MessageShape) -> dict[s
 def _calls(calls_json: str, path: str, shape: MessageShape) -> list[object] | None:
     """Return the calls of a message, with arguments in the form that the template reads."""
     calls: list[object] | None = _parse(calls_json, list, path)
-    for i, call in enumerate(calls or ()):
+    for call in calls or ():
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
             continue  # in a form of the template's own
-        # A call without arguments may have none, null or no text.
-        arguments = function.get("arguments") or {}
-        if not isinstance(arguments, str):
-            function["arguments"] = json.dumps(arguments, ensure_ascii=False) if shape.arguments_are_text else arguments
-        elif not shape.arguments_are_text:
-            try:
-                function["arguments"] = parse_json(arguments)
-            except ValueError as error:
-                reason = f"[{i}].function.arguments is not JSON: {error}"
-                raise InvalidArgumentError(reason, field=path) from None
+        function["arguments"] = shape.arguments(function.get("arguments"))
     return calls
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
-from router.parsers.machine import parse_json
 from router.pipeline.images import images_of
 
 
@@ -19,14 +18,6 @@ def add_text(turn: pb.ChatMessage, text: str) -> None:
 def add_image(turn: pb.ChatMessage, data: bytes) -> None:
     """Append an image to a turn."""
     turn.parts.add(image=pb.Image(data=data))
-
-
-def check_arguments(text: str, field: str) -> None:
-    """Raise InvalidArgumentError if the arguments of a tool call are neither JSON nor empty."""
-    try:
-        parse_json(text or "{}")
-    except ValueError:
-        raise InvalidArgumentError("is not JSON", field=field) from None
 
 
 def image_names(request: pb.GenerateRequest, fields: Sequence[str]) -> dict[str, str]:

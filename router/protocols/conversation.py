@@ -23,7 +23,15 @@ from protos import generation_pb2 as pb
 from router.parsers import llama
 from router.parsers.events import CallBegin, Event
 from router.parsers.formats import ModelFormat, ToolFormat, format_of
-from router.parsers.guides import CallGrammar, auto_guide, calls_or_json, channels_guide, lenient, resource
+from router.parsers.guides import (
+    CallGrammar,
+    auto_guide,
+    calls_or_json,
+    channels_guide,
+    lenient,
+    required_calls,
+    resource,
+)
 from router.parsers.guides import after_thinking as json_after_thinking
 from router.parsers.machine import Machine, Offer, Schema, Script, Steps, arguments_text, parse_json
 from router.parsers.reasoning import after_thinking, plain
@@ -282,6 +290,15 @@ class Conversation:
             return None
         if tools.choice == "named":
             return self._json_guide(self._parameters(tools.named))
+        if tools.choice == "required" and tools.strict and tools.strict != tools.schemas.keys():
+            # Each tool has a schema of its own, so that only those that are not strict are lenient.
+            text = required_calls(
+                {name: self._parameters(name) for name in tools.schemas},
+                self.model.tokens,
+                max_calls=self._max_calls,
+                closing=tags.closing if self.is_thinking and (tags := self.model.format.reasoning) else "",
+            )
+            return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=text)
         if tools.choice == "required":
             calls = [_call_schema(*tool, f"#/items/anyOf/{i}") for i, tool in enumerate(tools.schemas.items())]
             array: Schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
@@ -316,12 +333,9 @@ class Conversation:
         }
 
     def _parameters(self, name: str) -> Schema:
-        """Return the schema of the arguments of a required call. Strictness is a property of a whole guide: a tool
-        without it is enforced exactly beside one that has it.
-        """
+        """Return the schema of the arguments of a required call."""
         schema: Schema = {"type": "object", **self.tools.schemas[name]}
-        strict = self.tools.strict & ({name} if self.tools.choice == "named" else self.tools.schemas.keys())
-        return schema if strict else lenient(schema)
+        return schema if name in self.tools.strict else lenient(schema)
 
     @property
     def _has_channels_guide(self) -> bool:

@@ -47,6 +47,8 @@ _PROBE_AFTER_S, _RESET_INTERVAL_S = 0.25, 0.1
 # Data without a meaning: an interim response before the head of a response, and a chunk with a comment between events.
 _INTERIM, _COMMENT = b"HTTP/1.1 100 Continue\r\n\r\n", b"3\r\n:\n\n\r\n"
 _EVENTS = "streams events"  # a key of the scope: whether the response is a stream of events
+# A key of the scope: sends a part of the body, without the middleware that changes heads. Absent over HTTP/1.0.
+SEND_BODY = "midstream.send_body"
 # Headers that contain the id of a call, in OpenAI's API and in Anthropic's.
 _ID_HEADERS = (b"x-request-id", b"request-id")
 # An id from outside: printable ASCII characters.
@@ -258,6 +260,7 @@ class _Protocol(HttpToolsProtocol):
         Node.js 20 reports a stream with this header as complete even if it is cut off.
         """
         send = cycle.send
+        cast("dict[str, object]", self.scope)[SEND_BODY] = send
 
         async def send_announced(message: Message) -> None:
             if message["type"] == "http.response.start" and self.is_leaving and not self.pipeline:

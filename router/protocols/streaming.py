@@ -13,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from midstream.errors import MidstreamError, OverloadedError
 from router.pipeline.keep_alives import Beat, KeepAlives, KeptStream
+from router.protocols.http_server import SEND_BODY
 from router.protocols.openai.endpoints import error_response, shown
 
 # Because of the last header, nginx does not hold events back to fill its buffers or to compress them.
@@ -35,10 +36,10 @@ class EventStream:
         has_events: Whether an event was written.
     """
 
-    def __init__(self, send: Send, headers: Callable[[], Mapping[str, str]]) -> None:
+    def __init__(self, scope: Scope, send: Send, headers: Callable[[], Mapping[str, str]]) -> None:
         """`headers` returns what is added to the head."""
         self.has_begun = self.has_events = False
-        self._send = send
+        self._send, self._send_body = send, scope.get(SEND_BODY, send)
         self._headers = headers
         self._kept: KeptStream | None = None
 
@@ -50,11 +51,12 @@ class EventStream:
     async def begin(self) -> None:
         """Write the head, unless a keep-alive has already written it."""
         if not self.has_begun:
-            await self._write(self._begin())
+            await self._write(self._send, self._begin())
 
-    async def write(self, text: str, *, more: bool = True) -> None:
+    def write(self, text: str, *, more: bool = True) -> Awaitable[object]:
+        """Write events, after the head."""
         self.has_events = True
-        await self._write(_body(text, more=more))
+        return self._write(self._send_body, _body(text, more=more))
 
     async def send_all(self, messages: Iterable[Message]) -> None:
         """Send the messages of a keep-alive."""
@@ -73,11 +75,8 @@ class EventStream:
         named = [(name.encode(), value.encode()) for name, value in {**SSE_HEADERS, **self._headers()}.items()]
         return {"type": "http.response.start", "status": 200, "headers": named}
 
-    async def _write(self, message: Message) -> None:
-        if self._kept is None:
-            await self._send(message)
-        else:
-            await self._kept.write(self._send, message)
+    def _write(self, send: Send, message: Message) -> Awaitable[object]:
+        return send(message) if self._kept is None else self._kept.write(send, message)
 
 
 def _body(text: str, *, more: bool) -> Message:
@@ -142,7 +141,7 @@ class StreamedResponse(ComputedResponse):
         return error_response(error)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events = EventStream(send, self.own_headers)
+        events = EventStream(scope, send, self.own_headers)
 
         def beat() -> Coroutine[object, object, None]:
             return events.send_all(events.keep_alive(self.keep_alive()))

@@ -10,12 +10,16 @@ ones that end their beam are added to the ended beams, with their scores, and th
 The common prefix of all beams that may still become the best one is *decided*: whatever happens later, the best output
 begins with it. Log probabilities are at most 0, so a running beam can never score better than its present cumulative
 log probability at the most favorable length.
+
+A beam also ends with the token that completes a stop word. The worker, which has the text, reports these tokens with
+the candidates, and they are a part of the step.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Mapping
 from collections.abc import Sequence as TypingSequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -42,6 +46,8 @@ class BeamStep:
         token_ranks: Rank of each token among its parent's possible next tokens, from 1.
         reports: Extra outputs of the worker for each beam before the step: serialized RowOutputs by the beam's rank.
             Empty if there were none.
+        stop_words: The stop word that each token completes, as its index in the request's stop words plus one, and 0
+            for none; empty if there were none.
     """
 
     parents: tuple[int, ...]
@@ -49,6 +55,7 @@ class BeamStep:
     log_probs: tuple[float, ...]
     token_ranks: tuple[int, ...] = ()
     reports: tuple[tuple[bytes, ...], ...] = ()
+    stop_words: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +82,12 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class EndedBeam:
-    """A beam that ended with a stop token or at its maximum length."""
+    """A beam that ended with a stop token, with a stop word, or at its maximum length."""
 
     score: float
     beam: Beam
     stop_token_id: int | None
+    stop_word: str = ""
 
 
 class BeamSearch:
@@ -119,20 +127,29 @@ class BeamSearch:
     @property
     def num_candidates(self) -> int:
         """Return the number of candidates needed per beam: enough even if all stop tokens are among the most likely
-        tokens.
+        tokens. Any number of tokens may complete a stop word, so with stop words a step considers a fixed number of
+        candidates, which may all be those of one beam.
         """
-        return self.spec.beam_width + len(self.spec.stop_token_ids)
+        return self._num_considered if self.spec.stop_words else self.spec.beam_width + len(self.spec.stop_token_ids)
+
+    @property
+    def _num_considered(self) -> int:
+        """Return the number of candidates, of all beams, that a step considers."""
+        return max(2, 1 + len(self.spec.stop_token_ids)) * self.spec.beam_width
 
     def choose(
         self,
         candidates: TypingSequence[TypingSequence[Candidate]],
         reports: tuple[tuple[bytes, ...], ...] = (),
+        stop_words: TypingSequence[Mapping[int, int]] = (),
     ) -> BeamStep:
         """Return the next step without changing any state.
 
         Args:
             candidates: Candidates of each running beam.
             reports: As in BeamStep.
+            stop_words: For each running beam, the stop words that its candidates complete, by token, as in BeamStep;
+                empty if there are none.
         """
         width, rate = self.spec.beam_width, self.spec.beam_diversity_rate
         ordered = sorted(
@@ -140,24 +157,20 @@ class BeamSearch:
             for rank, (beam, row) in enumerate(zip(self.running, candidates, strict=True))
             for token, log_prob in row
         )
-        kept: list[tuple[int, int, float, int]] = []
+        kept: list[tuple[int, int, float, int, int]] = []
         num_running = 0
-        for place, (_, rank, token, log_prob) in enumerate(ordered):
+        for place, (_, rank, token, log_prob) in enumerate(ordered[: self._num_considered]):
             if num_running == width or (place >= width and self._is_last_step):
                 break
-            if not self._ends_with(token):
+            stop_word = stop_words[rank].get(token, 0) if stop_words else 0
+            if not self._ends_with(token, stop_word):
                 num_running += 1
             elif place >= width:
                 continue
             token_rank = 1 + sum(other > log_prob for _, other in candidates[rank])
-            kept.append((rank, token, log_prob, token_rank))
-        return BeamStep(
-            tuple(rank for rank, _, _, _ in kept),
-            tuple(token for _, token, _, _ in kept),
-            tuple(log_prob for _, _, log_prob, _ in kept),
-            tuple(token_rank for _, _, _, token_rank in kept),
-            reports,
-        )
+            kept.append((rank, token, log_prob, token_rank, stop_word))
+        parents, tokens, log_probs, token_ranks, words = zip(*kept, strict=True) if kept else ((),) * 5
+        return BeamStep(parents, tokens, log_probs, token_ranks, reports, words if any(words) else ())
 
     def apply(self, step: BeamStep) -> list[int]:
         """Apply a step.
@@ -173,11 +186,14 @@ class BeamSearch:
         """Apply a step as `apply` does, but do not update the decided tokens."""
         before, self.running = self.running, []
         parents: list[int] = []
-        entries = zip(step.parents, step.token_ids, step.log_probs, strict=True)
-        for place, (rank, token, log_prob) in enumerate(entries):
+        words = step.stop_words or (0,) * len(step.parents)
+        entries = zip(step.parents, step.token_ids, step.log_probs, words, strict=True)
+        for place, (rank, token, log_prob, word) in enumerate(entries):
             beam = before[rank].extended(token, log_prob, place)
-            if self._ends_with(token):
-                self.ended.append(EndedBeam(self._score(beam.cumulative, len(beam.tokens)), beam, self._stop_id(token)))
+            if self._ends_with(token, word):
+                score, stop_id = self._score(beam.cumulative, len(beam.tokens)), self._stop_id(token)
+                stop_word = self.spec.stop_words[word - 1] if word and stop_id is None else ""
+                self.ended.append(EndedBeam(score, beam, stop_id, stop_word))
             else:
                 self.running.append(beam)
                 parents.append(rank)
@@ -210,8 +226,8 @@ class BeamSearch:
     def _is_last_step(self) -> bool:
         return len(self.steps) + 1 >= self.spec.max_tokens
 
-    def _ends_with(self, token: int) -> bool:
-        return self._is_last_step or self._stop_id(token) is not None
+    def _ends_with(self, token: int, stop_word: int) -> bool:
+        return self._is_last_step or stop_word > 0 or self._stop_id(token) is not None
 
     def _stop_id(self, token: int) -> int | None:
         is_stop = token in self.spec.stop_token_ids and len(self.steps) + 1 >= self.spec.min_tokens

@@ -25,7 +25,7 @@ from typing import Any
 
 from scheduler.core.capacity_scheduler import next_to_pause
 from scheduler.core.config import CoreConfig
-from scheduler.core.effects import Effect
+from scheduler.core.effects import Effect, PolicyFailed
 from scheduler.core.events import (
     AbortRequested,
     Attached,
@@ -45,17 +45,21 @@ from scheduler.core.events import (
     WorkerLost,
     WorkerRegistered,
 )
+from scheduler.core.failure import INTERNAL, Failure
 from scheduler.core.handover import Handovers
 from scheduler.core.kind_waits import KindWaits
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.membership import Membership
 from scheduler.core.placement import Placement
-from scheduler.core.request import Request
+from scheduler.core.request import FinishReason, Request
 from scheduler.core.request_scheduler import RequestScheduler
 from scheduler.core.shared import Shared
 from scheduler.core.stats import IterationStats
 from scheduler.core.steps import Results, StepBuilder
 from scheduler.core.worker_group import WorkerGroup
+
+# Faults of a policy are reported once per text, and up to this number of texts.
+_MAX_FAULT_TEXT, _MAX_KNOWN_FAULTS = 300, 100
 
 
 class SchedulerCore:
@@ -76,11 +80,10 @@ class SchedulerCore:
         self.queue, self.totals = shared.queue, shared.totals
         self._clock, self._effects = shared.clock, shared.effects
         self._timers, self._clients = shared.timers, shared.clients
+        self._known_faults: set[tuple[str, str]] = set()
         self.lifecycle = Lifecycle(shared)
         self.membership = Membership(shared, self.lifecycle)
-        self._results = Results(
-            shared, self.lifecycle, lambda group, request, delay_ns: self._pause(group, [request], delay_ns)
-        )
+        self._results = Results(shared, self.lifecycle, self._postpone)
         self.kind_waits = KindWaits(shared, self.membership, self.lifecycle)
         self._placement = Placement(shared, scheduler, self.membership, self.lifecycle, self.kind_waits)
         self._handovers = Handovers(shared, self.membership, self._placement)
@@ -187,15 +190,35 @@ class SchedulerCore:
     def _turn(self, event: Turn) -> None:
         self._timers.run_due(self._clock.now_ns)
         self._handovers.advance()
-        if len(self.queue):
-            self._placement.start_queued()
+        self._start_queued()
         while self._plan_round():
-            if len(self.queue):
-                self._placement.start_queued()
+            self._start_queued()
         for group in self.membership.groups.values():
             self.membership.flush_kv_changes(group)
         num_rows = sum(group.max_batch_size for group in self.membership.groups.values())
         self.totals.max_num_active_requests = self.config.max_queue_size + num_rows
+
+    def _start_queued(self) -> None:
+        while len(self.queue):
+            self._placement.start_queued()
+            if not self._settle_faults():
+                break
+
+    def _settle_faults(self) -> bool:
+        """Count the faults of the policy, and end the requests on which it fails; return whether there were any."""
+        has_ended = False
+        for fault in self.scheduler.take_faults():
+            self.totals.num_policy_faults += 1
+            text = f"{type(fault.error).__name__}: {fault.error}"[:_MAX_FAULT_TEXT]
+            if (fault.method, text) not in self._known_faults and len(self._known_faults) < _MAX_KNOWN_FAULTS:
+                self._known_faults.add((fault.method, text))
+                self._effects.append(PolicyFailed(fault.method, fault.error))
+            for request in fault.requests:
+                if request.live_sequences:
+                    failure = Failure(INTERNAL, f"the scheduler plugin failed on this request ({text})")
+                    self.lifecycle.end(request, FinishReason.ERROR, failure)
+                    has_ended = True
+        return has_ended
 
     def _plan_round(self) -> bool:
         """Plan a step for each group with room in its pipeline; return False if there was nothing to plan."""
@@ -219,6 +242,7 @@ class SchedulerCore:
     def _plan(self, group: WorkerGroup) -> bool:
         """Plan the group's next step and send it; return False if there is nothing to run."""
         paused = self.scheduler.requests_to_pause(group)
+        self._settle_faults()
         self._pause(group, paused)
         self._handovers.prepare_plan(group)
         while (step := self._fill(group, paused)).is_empty:
@@ -239,12 +263,19 @@ class SchedulerCore:
     def _fill(self, group: WorkerGroup, paused: list[Request]) -> StepBuilder:
         step = StepBuilder(group, self._clock, paused)
         self.scheduler.schedule(group, step)
+        self._settle_faults()
         return step
 
-    def _pause(self, group: WorkerGroup, requests: list[Request], delay_ns: int = 0) -> None:
-        """Release active requests and queue them again; they may start again after `delay_ns`."""
+    def _pause(self, group: WorkerGroup, requests: list[Request]) -> None:
+        """Release active requests and queue them again."""
         for request in requests:
-            group.release(request)
             request.count_preemption()
             self.totals.num_preemptions += 1
-            self.membership.requeue(request, delay_ns)
+            self._postpone(group, request, 0)
+
+    def _postpone(self, group: WorkerGroup, request: Request, delay_ns: int) -> None:
+        """Release an active request and queue it again; it may start again after `delay_ns`. This is no preemption if
+        the request itself has to wait, for example for its grammar.
+        """
+        group.release(request)
+        self.membership.requeue(request, delay_ns)

@@ -204,6 +204,14 @@ class KvChanged:
     changes: list[KvChange]
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyFailed:
+    """A scheduling policy raised an exception in one of its methods, for the first time with this message."""
+
+    method: str
+    error: Exception
+
+
 Effect = (
     Accepted
     | Refused
@@ -220,4 +228,5 @@ Effect = (
     | StepPlan
     | IterationDone
     | KvChanged
+    | PolicyFailed
 )

@@ -211,6 +211,7 @@ class StepDone:
         failures: Rows that failed, with their errors.
         outputs: Serialized extra outputs, by row.
         candidate_log_probs: Log probabilities of the candidates of all beam rows, in order.
+        candidate_stop_words: The stop words that these candidates complete, as in BeamStep; empty if there are none.
         num_drafts: Number of verified drafts of each sampled row; empty if there are none.
         missing_blocks: Blocks to adopt that were not found.
     """
@@ -228,6 +229,7 @@ class StepDone:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     candidate_log_probs: list[float] = field(default_factory=list)
+    candidate_stop_words: list[int] = field(default_factory=list)
     num_drafts: list[int] = field(default_factory=list)
     missing_blocks: frozenset[int] = frozenset()
 

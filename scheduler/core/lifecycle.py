@@ -167,9 +167,12 @@ class Lifecycle:
             self._timers.at(due, partial(self._on_orphaned, event.request_id))
 
     def stop_word(self, event: StopWordFound) -> None:
-        """End a sequence at its stop word, even if it has already ended at a later position."""
+        """End a sequence at its stop word, even if it has already ended at a later position.
+
+        A beam search ends its beams at stop words itself, so the detokenizer's report of its best output is ignored.
+        """
         request = self.requests.get(event.request_id)
-        if request is None or event.sequence_index >= len(request.sequences):
+        if request is None or request.beams is not None or event.sequence_index >= len(request.sequences):
             return
         sequence = request.sequences[event.sequence_index]
         if event.num_tokens > len(sequence.output):

@@ -86,8 +86,9 @@ class StaticLockstep(MicroBatchScheduler):
 def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
     """Add context chunks until the budget is used up.
 
-    A client's sequences are served in the order in which they started, but up to half of its tokens go to contexts that
-    are shorter than its oldest one, the shortest first: many users may share one client id, or have none.
+    A client's sequences are served in the order in which they started, but beside a context that takes more than half
+    of a step, up to half of what is left goes to shorter ones, the shortest first: many users may share one client id,
+    or have none.
 
     The client with the fewest tokens is served first. A part of the budget is reserved for the other clients, so that
     none of them waits until the contexts of another are computed. Each of them gets at most as many tokens as the first
@@ -118,15 +119,26 @@ def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
 
 def _add_own(waiting: list[Sequence], step: StepBuilder, limit: int, budget: int) -> int:
     """Add chunks of the contexts of one client; return the number of tokens added."""
-    oldest, *others = waiting
-    shorter = [item for item in others if item.num_context_tokens < oldest.num_context_tokens]
-    if not shorter or not step.group.config.enable_chunked_context:
+    if not step.group.config.enable_chunked_context:
         return _add_chunks(waiting, step, limit, budget)
+    left = budget
+    for place, sequence in enumerate(waiting):
+        if left <= 0:
+            break
+        if sequence.num_context_tokens > budget // 2:
+            return budget - left + _add_beside(sequence, waiting[place + 1 :], step, limit, left)
+        left -= step.add_context(sequence, min(limit, left))
+    return budget - left
+
+
+def _add_beside(long: Sequence, others: list[Sequence], step: StepBuilder, limit: int, budget: int) -> int:
+    """Add chunks of a long context, of shorter ones, and then of the rest; return the number of tokens added."""
+    shorter = [item for item in others if item.num_context_tokens < long.num_context_tokens]
     shorter.sort(key=lambda item: item.num_context_tokens)
-    rest = [item for item in others if item.num_context_tokens >= oldest.num_context_tokens]
+    rest = [item for item in others if item.num_context_tokens >= long.num_context_tokens]
     for_shorter = min(budget // 2, sum(item.num_context_tokens for item in shorter))
-    num_oldest = _add_chunks([oldest], step, limit, budget - for_shorter)
-    return num_oldest + _add_chunks([*shorter, *rest], step, limit, budget - num_oldest)
+    num_long = _add_chunks([long], step, limit, budget - for_shorter)
+    return num_long + _add_chunks([*shorter, *rest], step, limit, budget - num_long)
 
 
 def _add_chunks(waiting: list[Sequence], step: StepBuilder, limit: int, budget: int) -> int:

@@ -238,7 +238,7 @@ class Placement:
         if not groups:
             return False
         if any(group.is_large_enough(request) for group in groups):
-            return self._kind_waits.set_aside(request)
+            return request.kind is not None and self._kind_waits.set_aside(request)
         failure = too_large(request, list(groups))
         self._lifecycle.end(request, FinishReason.ERROR, failure)
         return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as TypingSequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -346,6 +346,7 @@ class BeamLanes:
         self.forks: list[tuple[Sequence, Sequence]] = []
         self.has_news = False
         self._candidates: dict[Sequence, TypingSequence[Candidate]] = {}
+        self._stop_words: dict[Sequence, Mapping[int, int]] = {}
         self._reports: dict[Sequence, list[bytes]] = {}
 
     @property
@@ -380,6 +381,7 @@ class BeamLanes:
         self.forks.clear()
         self.has_news = False
         self._candidates.clear()
+        self._stop_words.clear()
         self._reports.clear()
 
     def _forget_prompt(self) -> None:
@@ -390,16 +392,24 @@ class BeamLanes:
         """Store the extra outputs for a lane's candidates: a serialized RowOutputs."""
         self._reports.setdefault(lane, []).append(data)
 
-    def take(self, lane: Sequence, candidates: TypingSequence[Candidate]) -> bool:
-        """Store the candidates of a lane; return True once all lanes have theirs."""
+    def take(
+        self, lane: Sequence, candidates: TypingSequence[Candidate], stop_words: Mapping[int, int] | None = None
+    ) -> bool:
+        """Store the candidates of a lane, and the stop words that they complete as in `BeamSearch.choose`; return True
+        once all lanes have theirs.
+        """
         self._candidates[lane] = candidates
+        if stop_words:
+            self._stop_words[lane] = stop_words
         return len(self._candidates) == len(self.search.running)
 
     def advance(self) -> None:
         """Apply the search's next step and assign a lane to each beam. Precondition: all candidates are stored."""
         reports = tuple(tuple(self._reports.get(lane, ())) for lane in self.running) if self._reports else ()
-        step = self.search.choose([self._candidates[lane] for lane in self.running], reports)
+        words = [self._stop_words.get(lane, {}) for lane in self.running] if self._stop_words else ()
+        step = self.search.choose([self._candidates[lane] for lane in self.running], reports, words)
         self._candidates.clear()
+        self._stop_words.clear()
         self._reports.clear()
         parents = self.search.apply(step)
         stays = {self.lanes[parent]: rank for rank, parent in reversed(list(enumerate(parents)))}
@@ -428,8 +438,9 @@ class BeamLanes:
         """
         found: list[tuple[array[int], SequenceEnd]] = []
         for item in self.search.ended[:num_sequences]:
-            reason = FinishReason.LENGTH if item.stop_token_id is None else FinishReason.STOP
-            end = SequenceEnd(reason, len(item.beam.tokens), stop_token_id=item.stop_token_id)
+            is_stop = item.stop_token_id is not None or item.stop_word
+            reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
+            end = SequenceEnd(reason, len(item.beam.tokens), item.stop_word, item.stop_token_id)
             end.cumulative_log_prob = item.beam.cumulative
             found.append((item.beam.tokens, end))
         if not found:
@@ -747,6 +758,15 @@ class Request:
     def running_sequences(self) -> TypingSequence[Sequence]:
         """Return the live sequences or, for a beam search, the lanes of its running beams."""
         return self.beams.running if self.beams is not None else self.live_sequences
+
+    @property
+    def num_decoding_steps(self) -> int:
+        """Number of steps that have produced its output tokens. Only steps of sequences that wait for each result are
+        counted; the others produce one token each.
+        """
+        if self.placed_sequences[0].waits_for_result:
+            return self.counters.num_steps
+        return self.counters.num_steps + max(len(sequence.output) for sequence in self.sequences)
 
     @property
     def num_rows(self) -> int:

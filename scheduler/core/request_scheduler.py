@@ -5,12 +5,22 @@ micro-batch policy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from scheduler.core.capacity_scheduler import CapacityScheduler
 from scheduler.core.micro_batch_scheduler import MicroBatchScheduler
 from scheduler.core.request import Request
 from scheduler.core.steps import StepBuilder
 from scheduler.core.worker_group import WorkerGroup
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFault:
+    """A method of a policy raised an exception; it fails on these requests."""
+
+    method: str
+    error: Exception
+    requests: tuple[Request, ...]
 
 
 class RequestScheduler(CapacityScheduler, MicroBatchScheduler):
@@ -21,6 +31,10 @@ class RequestScheduler(CapacityScheduler, MicroBatchScheduler):
     `fitting_requests`, `paused_requests`, `context_requests` and `generation_requests`; `group.inflight_request_ids`
     are the requests that run in a step in flight.
     """
+
+    def take_faults(self) -> Sequence[PolicyFault]:
+        """Return the faults of the policy since the last call; the built-in policies have none."""
+        return ()
 
 
 class SimpleScheduler(RequestScheduler):

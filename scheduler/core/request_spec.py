@@ -29,7 +29,9 @@ class RequestSpec:
         num_sequences: Number of requested outputs.
         stop_token_ids: Tokens that end a sequence, including the end ids.
         stop_sequences: Sequences of tokens that end a sequence with their last token.
-        min_tokens: Number of output tokens before which a stop token does not end the sequence.
+        min_tokens: Number of output tokens before which a stop token or stop word does not end the sequence.
+        stop_words: Of a beam search: texts that end a beam, which the worker finds. The detokenizer finds those of
+            other requests.
         beam_width: Above 1, the request is a beam search, whose best `num_sequences` beams are the outputs.
         beam_diversity_rate, length_penalty, early_stopping: See protos/generation.proto.
         num_draft_tokens: Maximum number of drafts to verify in one step; 0 means no speculation.
@@ -56,6 +58,7 @@ class RequestSpec:
     stop_token_ids: frozenset[int] = frozenset()
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
+    stop_words: tuple[str, ...] = ()
     beam_width: int = 1
     beam_diversity_rate: float = 0.0
     length_penalty: float = 0.0

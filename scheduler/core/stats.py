@@ -42,6 +42,7 @@ class Totals:
     num_wasted_tokens: int = 0
     num_conservation_violations: int = 0
     num_quarantined: int = 0
+    num_policy_faults: int = 0  # exceptions of a scheduling policy
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_draft_tokens: int = 0

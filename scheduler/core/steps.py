@@ -454,7 +454,13 @@ class Results:
         num_drafts = event.num_draft_tokens or event.num_accepted_tokens
         if num_drafts and max(num_drafts, event.num_accepted_tokens) > sum(step.draft_limits.values()):
             return f"{event.num_draft_tokens} draft tokens, but at most {sum(step.draft_limits.values())} were allowed"
-        if group.num_waiting or event.num_tokens or event.num_drafts or event.candidate_log_probs:
+        if (
+            group.num_waiting
+            or event.num_tokens
+            or event.num_drafts
+            or event.candidate_log_probs
+            or event.candidate_stop_words
+        ):
             return _runs_problem(step, event)
         return ""
 
@@ -513,8 +519,10 @@ class Results:
             tokens, start = event.token_ids[start : start + count], start + count
             request = sequence.request
             log_probs: list[float] = []
+            stop_words: list[int] = []
             if request.beams is not None:
                 log_probs = event.candidate_log_probs[first_log_prob : first_log_prob + count]
+                stop_words = event.candidate_stop_words[first_log_prob : first_log_prob + count]
                 first_log_prob += count
             if sequence.first_ordinal > step.ordinal or sequence in failed:
                 continue
@@ -524,7 +532,11 @@ class Results:
             if request.beams is None:
                 request.count_drafts(num_drafts, count - 1)
                 self._apply_run(group, sequence, tokens, ends, applied)
-            elif request.beams.take(sequence, list(zip(tokens, log_probs, strict=True))):
+            elif request.beams.take(
+                sequence,
+                list(zip(tokens, log_probs, strict=True)),
+                {token: word for token, word in zip(tokens, stop_words, strict=False) if word},
+            ):
                 applied.num_tokens += len(request.beams.running)
                 self._advance_beams(group, request, ends, applied)
         return applied
@@ -550,17 +562,15 @@ class Results:
         search, best, now_ns = beams.search, request.sequences[0], self._clock.now_ns
         self._effects.append(BeamsAdvanced(request, len(search.steps), len(best.outputs), len(best.output)))
         if not search.is_over:
-            if best.end is None and best.extend_to(search.decided.tokens, search.num_decided, now_ns):
+            if best.extend_to(search.decided.tokens, search.num_decided, now_ns):
                 applied.emitted.append(best)
             for lane in beams.running:
                 group.resume_generation(lane)
             return
         for sequence, (tokens, end) in zip(request.sequences, beams.ends(len(request.sequences)), strict=True):
-            # A stop word may have ended the best output earlier.
-            if sequence.end is None:
-                if sequence.extend_to(tokens, len(tokens), now_ns):
-                    applied.emitted.append(sequence)
-                ends.append((sequence, end))
+            if sequence.extend_to(tokens, len(tokens), now_ns):
+                applied.emitted.append(sequence)
+            ends.append((sequence, end))
 
     def _append_first(
         self, group: WorkerGroup, sequences: list[Sequence], step: InFlightStep, tokens: list[int], ends: list[End]
@@ -773,7 +783,7 @@ def _runs_problem(step: InFlightStep, event: StepDone) -> str:
     """Check runs and candidates, whose total number was checked before; return the problem, empty if there is none."""
     if len(event.num_drafts) not in (0, step.num_sampled):
         return f"num_drafts has {len(event.num_drafts)} entries for {step.num_sampled} rows"
-    num_candidates = start = 0
+    start = 0
     counts, drafts = event.num_tokens or [1] * step.num_sampled, event.num_drafts or [0] * step.num_sampled
     for sequence, count, num_drafts in zip(step.sampled(), counts, drafts, strict=True):
         beams = sequence.request.beams
@@ -784,11 +794,24 @@ def _runs_problem(step: InFlightStep, event: StepDone) -> str:
             if not 1 <= count <= 1 + num_drafts:
                 return f"{count} tokens for a row with {num_drafts} drafts; must be 1 to {1 + num_drafts}"
             continue
-        num_candidates += count
         if count > beams.search.num_candidates or len(set(tokens)) != count:
             return f"{count} candidates for a beam; must be at most {beams.search.num_candidates}, all different"
+    return _candidates_problem(step, event, counts)
+
+
+def _candidates_problem(step: InFlightStep, event: StepDone, counts: list[int]) -> str:
+    """Check what is reported with candidates; return the problem, empty if there is none."""
+    num_candidates, words = 0, event.candidate_stop_words
+    for sequence, count in zip(step.sampled(), counts, strict=True):
+        if sequence.request.beams is not None:
+            last, num_words = max(words[num_candidates:][:count], default=0), len(sequence.request.spec.stop_words)
+            if last > num_words:
+                return f"a candidate completes stop word {last} of {num_words}"
+            num_candidates += count
     if num_candidates != len(event.candidate_log_probs):
         return f"{len(event.candidate_log_probs)} log probabilities for {num_candidates} candidates"
+    if len(words) not in (0, num_candidates):
+        return f"{len(words)} stop words for {num_candidates} candidates"
     if not all(map(math.isfinite, event.candidate_log_probs)):
         return "a log probability is not finite"
     if max(event.candidate_log_probs, default=0.0) > 0:

@@ -28,6 +28,7 @@ from scheduler.core.effects import (
     GroupRefused,
     IterationDone,
     KvChanged,
+    PolicyFailed,
     Refused,
     RequestEnded,
     RequestForgotten,
@@ -226,6 +227,12 @@ class Engine:
         elif isinstance(effect, KvChanged):
             for change in effect.changes:
                 self.kv_events.append((effect.group_id, change))
+        elif isinstance(effect, PolicyFailed):
+            logger.error(
+                "the scheduler plugin failed in %s; the built-in policy takes its turn",
+                effect.method,
+                exc_info=effect.error,
+            )
 
     def _commit(self) -> None:
         entries, self._entries = self._entries, []

@@ -57,7 +57,7 @@ class Attachment:
         has_stop_words: Whether the request has stop words; known once it is opened.
         cursors: Number of tokens sent, by sequence.
         num_outputs: Number of extra outputs sent, by sequence.
-        kind_changed_at: The sent change of kind, as in Request.
+        is_begun: Whether what precedes its next tokens was sent.
     """
 
     __slots__ = (
@@ -65,8 +65,8 @@ class Attachment:
         "ends_sent",
         "feed",
         "has_stop_words",
+        "is_begun",
         "is_opened",
-        "kind_changed_at",
         "log",
         "num_outputs",
         "stream",
@@ -77,11 +77,10 @@ class Attachment:
         self.feed = feed
         self.stream = stream
         self.log = log
-        self.is_opened = self.wants_perf_metrics = self.has_stop_words = False
+        self.is_begun = self.is_opened = self.wants_perf_metrics = self.has_stop_words = False
         self.cursors = [0] * len(log.num_committed)
         self.num_outputs = [0] * len(log.num_committed)
         self.ends_sent = [False] * len(log.num_committed)
-        self.kind_changed_at: tuple[int, ...] = ()
 
 
 class FeedHub:
@@ -149,7 +148,10 @@ class FeedHub:
             elif isinstance(entry, Accepted):
                 self.logs[entry.request.request_id] = RequestLog(entry.request)
             elif isinstance(entry, KindSet):
-                self.logs[entry.request.request_id].kind_changed_at = entry.changed_at
+                log = self.logs[entry.request.request_id]
+                log.kind_changed_at = entry.changed_at
+                for reader in log.readers:
+                    reader.is_begun = False
             elif isinstance(entry, SequenceEnded):
                 log = self.logs[entry.sequence.request.request_id]
                 log.has_ended[entry.sequence.index] = True

@@ -27,13 +27,13 @@ class Reader(Protocol):
     """A reader's cursors into a request's output; see scheduler.edge.feed.Attachment."""
 
     stream: int
+    is_begun: bool
     is_opened: bool
     wants_perf_metrics: bool
     has_stop_words: bool
     cursors: list[int]
     num_outputs: list[int]
     ends_sent: list[bool]
-    kind_changed_at: tuple[int, ...]
 
     @property
     def log(self) -> Log:
@@ -74,7 +74,7 @@ class FeedBatchBuilder:
         """Add new data for a reader and advance its cursors; return False if some of it does not fit."""
         log = reader.log
         request, sequences = log.request, log.request.sequences
-        if not reader.is_opened or log.kind_changed_at is not reader.kind_changed_at:
+        if not reader.is_begun:
             self._begin(reader, request)
         cursors = reader.cursors
         limits = log.num_committed
@@ -98,12 +98,12 @@ class FeedBatchBuilder:
 
     def _begin(self, reader: Reader, request: Request) -> None:
         """Add what precedes tokens: the properties of the request, and the change of its kind."""
+        reader.is_begun = True
         if not reader.is_opened:
             reader.is_opened = True
             self._open(reader, request)
         if reader.log.kind_changed_at:
-            reader.kind_changed_at = reader.log.kind_changed_at
-            self._batch.kind_changes.add(stream=reader.stream, changed_at=reader.kind_changed_at)
+            self._batch.kind_changes.add(stream=reader.stream, changed_at=reader.log.kind_changed_at)
 
     def _open(self, reader: Reader, request: Request) -> None:
         contents = generation_pb2.GenerateRequest.FromString(request.spec.payload)
@@ -201,9 +201,7 @@ def usage_of(request: Request) -> generation_pb2.Usage:
 
 def perf_metrics_of(request: Request, clock: SteadyClock) -> generation_pb2.PerfMetrics:
     """Return the performance metrics of a request, with wall-clock times."""
-    times, num_steps = request.times, request.counters.num_steps
-    if not request.placed_sequences[0].waits_for_result:
-        num_steps += max(len(sequence.output) for sequence in request.sequences)
+    times = request.times
     return generation_pb2.PerfMetrics(
         arrival_unix_ns=clock.to_unix_ns(times.arrival_ns),
         first_scheduled_unix_ns=clock.to_unix_ns(times.first_scheduled_ns),
@@ -213,6 +211,6 @@ def perf_metrics_of(request: Request, clock: SteadyClock) -> generation_pb2.Perf
         num_recoveries=request.counters.num_recoveries,
         num_draft_tokens=request.counters.num_draft_tokens,
         num_accepted_tokens=request.counters.num_accepted_tokens,
-        num_steps=num_steps,
+        num_steps=request.num_decoding_steps,
         num_kind_changes=request.counters.num_kind_changes,
     )

@@ -83,6 +83,7 @@ class SchedulerCollector(Collector):
             ),
             ("num_worker_deaths", "Deaths of worker groups.", totals.num_worker_deaths),
             ("num_worker_faults", "Invalid results and messages from workers.", totals.num_worker_faults),
+            ("num_policy_faults", "Exceptions of the scheduler plugin.", totals.num_policy_faults),
             ("num_quarantined", "Requests ended because they crashed workers.", totals.num_quarantined),
             ("prompt_tokens", "Context tokens computed.", totals.num_prompt_tokens),
             ("generation_tokens", "Tokens generated.", totals.num_generation_tokens),

@@ -137,6 +137,7 @@ def add_beam_steps(record: pb.JournalCommit, number: int, steps: Iterable[BeamSt
             token_ids=step.token_ids,
             log_probs=step.log_probs,
             token_ranks=step.token_ranks,
+            stop_words=step.stop_words,
         )
         for rank, reports in enumerate(step.reports):
             kept.report_ranks.extend([rank] * len(reports))
@@ -153,6 +154,7 @@ def read_beam_step(record: pb.JournalBeamStep) -> BeamStep:
         tuple(record.log_probs),
         tuple(record.token_ranks),
         tuple(map(tuple, reports)),
+        tuple(record.stop_words),
     )
 
 

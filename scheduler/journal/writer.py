@@ -286,7 +286,9 @@ class RowWriter:
 
 
 def _num_bytes(step: BeamStep) -> int:
-    return 13 * len(step.parents) + sum(len(data) for reports in step.reports for data in reports)
+    return (
+        13 * len(step.parents) + len(step.stop_words) + sum(len(data) for reports in step.reports for data in reports)
+    )
 
 
 def _stored(request: Request, kept: Kept) -> StoredRequest:

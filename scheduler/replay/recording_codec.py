@@ -35,7 +35,9 @@ from scheduler.core.request_spec import RequestSpec, RetentionRange
 from scheduler.wire.kinds import kind_from_proto, kind_to_proto
 from scheduler.wire.worker_messages import REGISTRATION_FIELDS, STEP_LISTS, decode_worker_message
 
-_OTHER_SPEC_FIELDS = {"prompt", "stop_token_ids", "stop_sequences", "retention", "deadline_ns", "decode_duration_ns"}
+_OTHER_SPEC_FIELDS = {
+    "prompt", "stop_token_ids", "stop_sequences", "stop_words", "retention", "deadline_ns", "decode_duration_ns"
+}  # fmt: skip
 _UNRECORDED_SPEC_FIELDS = {"keep_ns", "wants_log_probs", "tokenizer_fingerprint", "payload"}
 _SPEC_FIELDS = tuple(
     item.name
@@ -155,7 +157,9 @@ def _encode_recovered(event: Recovered, message: pb.RecordedRecovery) -> None:
     for index, end in event.ends:
         _encode_end(index, end, message.ends.add())
     for step in event.beam_steps:
-        message.beam_steps.add(parents=step.parents, token_ids=step.token_ids, log_probs=step.log_probs)
+        message.beam_steps.add(
+            parents=step.parents, token_ids=step.token_ids, log_probs=step.log_probs, stop_words=step.stop_words
+        )
     if event.finish is not None:
         message.finished_ns = event.finish.times.finished_ns
     if event.kind is not None:
@@ -174,7 +178,10 @@ def _decode_recovered(message: pb.RecordedRecovery, time_ns: int) -> Recovered:
         ),
         finish=Finish(RequestTimes(finished_ns=message.finished_ns)) if message.HasField("finished_ns") else None,
         beam_steps=tuple(
-            BeamStep(tuple(step.parents), tuple(step.token_ids), tuple(step.log_probs)) for step in message.beam_steps
+            BeamStep(
+                tuple(step.parents), tuple(step.token_ids), tuple(step.log_probs), stop_words=tuple(step.stop_words)
+            )
+            for step in message.beam_steps
         ),
         kind=kind_from_proto(message.kind) if message.HasField("kind") else None,
         kind_changed_at=tuple(message.kind_changed_at),
@@ -192,6 +199,7 @@ def _encode_spec(spec: RequestSpec, message: pb.RecordedRequest) -> None:
     message.prompt.extend(spec.prompt)
     message.stop_token_ids.extend(sorted(spec.stop_token_ids))
     message.stop_sequences.extend(pb.RecordedTokens(token_ids=ids) for ids in spec.stop_sequences)
+    message.stop_words.extend(spec.stop_words)
     if spec.deadline_ns is not None:
         message.deadline_ns = spec.deadline_ns
     if spec.decode_duration_ns is not None:
@@ -206,6 +214,7 @@ def _decode_spec(message: pb.RecordedRequest) -> RequestSpec:
         prompt=array("I", message.prompt),
         stop_token_ids=frozenset(message.stop_token_ids),
         stop_sequences=tuple(tuple(item.token_ids) for item in message.stop_sequences),
+        stop_words=tuple(message.stop_words),
         deadline_ns=message.deadline_ns if message.HasField("deadline_ns") else None,
         decode_duration_ns=message.decode_duration_ns if message.HasField("decode_duration_ns") else None,
         retention=tuple(
@@ -231,6 +240,7 @@ def _encode_worker_event(
         result.token_ids.extend(event.token_ids)
         result.num_tokens.extend(event.num_tokens)
         result.candidate_log_probs.extend(event.candidate_log_probs)
+        result.candidate_stop_words.extend(event.candidate_stop_words)
         result.num_drafts.extend(event.num_drafts)
         result.missing_blocks.extend(sorted(event.missing_blocks))
         for row, failure in event.failures:

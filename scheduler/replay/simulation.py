@@ -53,13 +53,14 @@ class _Row:
     other rows.
     """
 
-    __slots__ = ("fillers", "num_candidates", "num_known", "num_output", "script", "stop_token_ids")
+    __slots__ = ("fillers", "num_candidates", "num_known", "num_output", "script", "stop_after", "stop_token_ids")
 
     def __init__(self, sequence: Sequence, num_output: int, script: Script | None, vocab_size: int) -> None:
         request = sequence.request
         self.num_output = num_output
         self.num_known = len(request.spec.prompt) + num_output
         self.script = script.tokens if script else array("I")
+        self.stop_after = script.stop_after if script and request.spec.stop_words else None
         self.stop_token_ids = request.spec.stop_token_ids
         self.num_candidates = request.beams.search.num_candidates if request.beams is not None else 0
         ordinary = (token for token in range(3, vocab_size) if token not in self.stop_token_ids)
@@ -71,13 +72,14 @@ class _Row:
         self.num_known += 1
         return self.script[position] if position < len(self.script) else self.fillers[0]
 
-    def candidates(self) -> list[Candidate]:
-        """Return distinct tokens, the scripted one first, with decreasing log probabilities."""
+    def candidates(self) -> tuple[list[Candidate], list[int]]:
+        """Return distinct tokens, the scripted one first, with decreasing log probabilities, and their stop words."""
         first = self.sample()
         others = [token for token in self.fillers if token != first]
         # A scripted stop token must end all beams, so that the search is over as in the recording.
         gap = _UNLIKELY if first in self.stop_token_ids else 1.0
-        return [(token, -gap * rank) for rank, token in enumerate([first, *others][: self.num_candidates])]
+        found = [(token, -gap * rank) for rank, token in enumerate([first, *others][: self.num_candidates])]
+        return found, [int(self.num_output == self.stop_after)] * len(found)
 
 
 class SimulatedWorker:
@@ -116,9 +118,11 @@ class SimulatedWorker:
         tokens: list[int] = []
         num_tokens: list[int] = []
         log_probs: list[float] = []
+        stop_words: list[int] = []
         for row in sampled:
             if row.num_candidates:
-                found = row.candidates()
+                found, words = row.candidates()
+                stop_words += words
                 tokens += [token for token, _ in found]
                 log_probs += [log_prob for _, log_prob in found]
                 num_tokens.append(len(found))
@@ -140,6 +144,7 @@ class SimulatedWorker:
             num_tokens if log_probs else [],
             forward_us=duration_ns // _NS_PER_US,
             candidate_log_probs=log_probs,
+            candidate_stop_words=stop_words,
             missing_blocks=missing,
         )
 

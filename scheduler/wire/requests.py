@@ -78,6 +78,7 @@ def spec_from_proto(
         stop_sequences=tuple(tuple(word.values) for word in request.stopping.stop_word_token_ids),
         # A completed grammar overrides min_tokens, so that a stop token then ends the sequence.
         min_tokens=0 if request.HasField("guided_decoding") else sampling.min_tokens,
+        stop_words=tuple(request.stopping.stop_words) if sampling.beam_width > 1 else (),
         beam_width=sampling.beam_width or 1,
         beam_diversity_rate=sampling.beam_search_diversity_rate,
         length_penalty=sampling.length_penalty,

@@ -77,7 +77,7 @@ def iteration_stats_proto(stats: IterationStats, clock: SteadyClock) -> stats_pb
 
 
 def request_stats_proto(request: Request) -> stats_pb2.RequestStats:
-    num_prompt, num_steps = len(request.spec.prompt), request.counters.num_steps
+    num_prompt, num_steps = len(request.spec.prompt), request.num_decoding_steps if request.sequences else 0
     stats = stats_pb2.RequestStats(
         id=request.request_id,
         num_prompt_tokens=num_prompt,
@@ -107,7 +107,7 @@ def _fill_active(stats: stats_pb2.RequestStats, request: Request, num_prompt: in
     num_computed = max((sequence.num_computed for sequence in placed), default=0)
     stats.context_prefill_position = min(num_computed, num_prompt)
     if any(sequence.request is request for sequence in group.context):
-        is_planned = stats.scheduled or request.counters.num_steps > 0
+        is_planned = stats.scheduled or request.num_decoding_steps > 0
         stage = "STAGE_CONTEXT_IN_PROGRESS" if is_planned else "STAGE_SCHEDULED"
         stats.stage = stats_pb2.RequestStats.Stage.Value(stage)
     elif request.num_output_tokens:

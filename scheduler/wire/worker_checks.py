@@ -110,6 +110,11 @@ def _check_result(result: worker_pb2.StepResult) -> None:
         raise WrongMessageError(f"num_drafts has {len(result.num_drafts)} entries; must have {num_rows}")
     if not all(map(math.isfinite, result.candidate_log_probs)):
         raise WrongMessageError("candidate_log_probs contains a number that is not finite")
+    if len(result.candidate_stop_words) not in (0, len(result.candidate_log_probs)):
+        raise WrongMessageError(
+            f"candidate_stop_words has {len(result.candidate_stop_words)} entries; "
+            f"must have {len(result.candidate_log_probs)}"
+        )
     if len(set(result.missing_blocks)) != len(result.missing_blocks):
         raise WrongMessageError("missing_blocks must not name a block twice")
     for item in result.errors:

@@ -20,6 +20,7 @@ from scheduler.core.events import (
     WorkerRegistered,
 )
 from scheduler.core.failure import Failure
+from scheduler.core.request_spec import RequestSpec
 from scheduler.wire.kinds import kind_from_proto
 from scheduler.wire.worker_checks import check_worker_message, is_plain_result
 
@@ -119,6 +120,7 @@ def _step_done(message: worker_pb2.WorkerMessage, connection: bytes, time_ns: in
         num_draft_tokens=result.num_draft_tokens,
         num_accepted_tokens=result.num_accepted_tokens,
         candidate_log_probs=list(result.candidate_log_probs),
+        candidate_stop_words=list(result.candidate_stop_words),
         num_drafts=list(result.num_drafts),
         missing_blocks=frozenset(result.missing_blocks),
     )
@@ -147,6 +149,17 @@ def encode_step(plan: StepPlan) -> bytes:
     return message.SerializeToString()
 
 
+def _set_stop_words(
+    spec: RequestSpec, request: generation_pb2.GenerateRequest, message: worker_pb2.BeamStopWords
+) -> None:
+    output = request.output
+    message.words.extend(spec.stop_words)
+    message.min_tokens = spec.min_tokens
+    message.follows_prompt = output.HasField("exclude_input_from_output") and not output.exclude_input_from_output
+    message.skip_special_tokens = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
+    message.include_stop_in_output = request.stopping.include_stop_in_output
+
+
 def _encode_added(added: AddedSequence, message: worker_pb2.AddSequence) -> None:
     sequence, spec = added.sequence, added.sequence.request.spec
     request = generation_pb2.GenerateRequest.FromString(spec.payload)
@@ -162,6 +175,8 @@ def _encode_added(added: AddedSequence, message: worker_pb2.AddSequence) -> None
     message.end_ids.extend(sorted(spec.stop_token_ids))
     message.bad_words.extend(request.stopping.bad_word_token_ids)
     message.output.CopyFrom(request.output)
+    if spec.stop_words:
+        _set_stop_words(spec, request, message.beam_stop_words)
     for name in ("guided_decoding", "lora", "speculative"):
         if request.HasField(name):
             getattr(message, name).CopyFrom(getattr(request, name))

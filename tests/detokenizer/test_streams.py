@@ -9,12 +9,12 @@ import pytest
 
 from detokenizer import streams
 from detokenizer.feed_messages import Opened, SequenceEnd
-from detokenizer.incremental import ByteFallbackFactory, DecoderFactory
-from detokenizer.sequence import TextRules
 from detokenizer.streams import OutputStream, RouterConnection
 from midstream.chunk import FinishReason, Usage
 from midstream.extras import Extras, LogProbs, Tensor
 from midstream.model.tokenizer import Tokenizer
+from midstream.text.incremental import ByteFallbackFactory, DecoderFactory
+from midstream.text.sequence import TextRules
 
 
 class Feed:
@@ -81,6 +81,9 @@ class Letters:
 
     def decode(self, token_ids: Iterable[int]) -> str:
         return "".join(chr(ord("a") + token) for token in token_ids)
+
+    def copy(self) -> Letters:
+        return self
 
     def finish(self) -> str:
         return ""

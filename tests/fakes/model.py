@@ -39,6 +39,18 @@ def candidates(last: int, count: int, end_ids: frozenset[int], vocab_size: int) 
     return [(token, -scale * (1 + place)) for place, token in enumerate(tokens)]
 
 
+def text_of(token: int) -> str:
+    """Return the text of a token, in which stop words are found."""
+    return f"{token} "
+
+
+def num_candidates(row: Row) -> int:
+    """Return the number of candidates of a beam, as StepResult defines it."""
+    if row.stop_words:
+        return max(2, 1 + len(row.end_ids)) * row.beam_width
+    return row.beam_width + len(row.end_ids)
+
+
 def num_accepted(position: int, limit: int) -> int:
     """Return how many of at most `limit` drafts the model accepts for a row with `position` tokens."""
     return position * 7 % (limit + 1)
@@ -56,6 +68,7 @@ class Row:
     end_ids: frozenset[int]
     min_tokens: int
     beam_width: int = 1
+    stop_words: tuple[str, ...] = ()
     num_computed: int = 0
     is_wrong: bool = False
     prefix: list[int] = field(default_factory=lambda: [0])
@@ -161,6 +174,7 @@ class FakeModel:
                 end_ids=frozenset(added.end_ids),
                 min_tokens=added.sampling.min_tokens,
                 beam_width=added.sampling.beam_width,
+                stop_words=tuple(added.beam_stop_words.words),
             )
         self._fork(batch)
         for number, block in zip(batch.block_rows, batch.block_ids, strict=True):
@@ -267,6 +281,15 @@ class FakeModel:
         result.num_accepted_tokens += accepted
         return accepted
 
+    @staticmethod
+    def _stop_word(row: Row, token: int) -> int:
+        """Return the stop word that a token completes, as in StepResult."""
+        output = [*row.tokens[row.num_prompt_tokens :], token]
+        if len(output) < row.min_tokens:
+            return 0
+        text = "".join(map(text_of, output))
+        return next((number for number, word in enumerate(row.stop_words, 1) if word in text), 0)
+
     def _sample(self, row: Row, number: int, tokens: list[int], result: worker_pb2.StepResult) -> int:
         """Append the sampled tokens of a row to `tokens`; return their number."""
         if self._fails(row):
@@ -277,9 +300,10 @@ class FakeModel:
             tokens.append(0)
             return 1
         if row.beam_width > 1:
-            found = candidates(row.tokens[-1], row.beam_width + len(row.end_ids), row.end_ids, self.vocab_size)
+            found = candidates(row.tokens[-1], num_candidates(row), row.end_ids, self.vocab_size)
             tokens.extend(token for token, _ in found)
             result.candidate_log_probs.extend(log_prob for _, log_prob in found)
+            result.candidate_stop_words.extend(self._stop_word(row, token) for token, _ in found)
             return len(found)
         num_output = len(row.tokens) - row.num_prompt_tokens
         if self.end_after and num_output + 1 >= self.end_after and row.end_ids and num_output >= row.min_tokens:

@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import pytest
 
-from detokenizer.incremental import decoder_factory
 from detokenizer.servicer import DetokenizerServicer
 from gpu_worker import worker as worker_module
 from gpu_worker.batch.step import Step
@@ -28,6 +27,7 @@ from midstream.config import SchedulerConfig, WorkerConfig
 from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
 from midstream.rpc.serving import open_channel
+from midstream.text.incremental import decoder_factory
 from protos import generation_pb2 as pb
 from protos import service_pb2_grpc
 from scheduler.core.effects import StepPlan

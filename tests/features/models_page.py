@@ -65,7 +65,13 @@ hidden states: embeddings, and scores and reranking by them, work, and other req
 32 or 64 bits. A folder without tokenizer.json, but with `tokenizer.model` (this requires the package sentencepiece) or
 `vocab.json` and `merges.txt`, is converted by `midstream prepare FOLDER --output NEW_FOLDER`.
 
-**GGUF files** may be in parts (`NAME-00001-of-00003.gguf`); name any of them. They may have a byte-level (`gpt2`) or
+**GGUF files** of the families in the table give the logits of transformers; tests also compare their greedy tokens with
+llama.cpp's. Where the two differ, the model is computed as in transformers: Phi-3 has its window, and the frequencies
+of gpt-oss are not rounded. OLMo 3's files have the architecture of OLMo 2, and Mistral's and Mixtral's that of Llama.
+Files of DeepSeek-V2, whose experts are chosen otherwise, are refused. Layers for predicting several tokens (GLM-4.5)
+are not read.
+
+They may be in parts (`NAME-00001-of-00003.gguf`); name any of them. They may have a byte-level (`gpt2`) or
 SentencePiece (`llama`) vocabulary; others, such as `bert`, are refused. Their special tokens follow the rules of
 llama.cpp (version 0c1e570, `src/llama-vocab.cpp`); tests compare them with llama.cpp itself:
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
+from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
 from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
+from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize
@@ -23,6 +25,9 @@ from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 
 Tensors = dict[str, Tensor]
 Quantized = tuple[Tensors, Tensor]
+_NVFP4 = QuantizationArgs(
+    num_bits=4, type="float", strategy="tensor_group", group_size=16, scale_dtype=torch.float8_e4m3fn
+)
 
 
 def _pack(levels: Tensor, num_bits: int) -> Tensor:
@@ -162,6 +167,33 @@ def _compressed_mxfp4(weight: Tensor) -> Quantized:
     return tensors, MXFP4PackedCompressor.decompress(tensors, scheme)["weight"]
 
 
+def _compressed_nvfp4(weight: Tensor) -> Quantized:
+    scheme = QuantizationScheme(targets=["Linear"], weights=_NVFP4)
+    factor = (448 * 6 / weight.abs().max()).view(1)
+    scale = (torch.unflatten(weight, 1, (-1, 16)).abs().amax(-1) / 6 * factor).to(torch.float8_e4m3fn).float()
+    state = {"weight": weight, "weight_scale": scale, "weight_global_scale": factor}
+    tensors = NVFP4PackedCompressor.compress(state, scheme)
+    return tensors, NVFP4PackedCompressor.decompress(tensors, scheme)["weight"].bfloat16().float()
+
+
+def _modelopt_nvfp4(weight: Tensor) -> Quantized:
+    """Write the same values as ModelOpt, which stores the inverse of the factor."""
+    tensors, values = _compressed_nvfp4(weight)
+    renamed = {"weight": tensors["weight_packed"], "weight_scale": tensors["weight_scale"]}
+    factor = (1 / tensors["weight_global_scale"]).view(())
+    return {**renamed, "weight_scale_2": factor, "input_scale": torch.tensor(0.1)}, values
+
+
+def _compressed_mxfp8(weight: Tensor) -> Quantized:
+    args = QuantizationArgs(num_bits=8, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    most = torch.unflatten(weight, 1, (-1, 32)).abs().amax(-1)
+    scale = torch.exp2(torch.floor(torch.log2(most)) - 8)
+    tensors = MXFP8QuantizationCompressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+    levels = torch.unflatten(tensors["weight"].float(), 1, (-1, 32))
+    return tensors, (levels * scale[..., None]).flatten(1)
+
+
 def _fp8_tensor(weight: Tensor) -> Quantized:
     scale = weight.abs().max() / 448
     levels = (weight / scale).to(torch.float8_e4m3fn)
@@ -235,6 +267,15 @@ SCHEMES: dict[str, tuple[Callable[[Tensor], Quantized], dict[str, Any]]] = {
     ),
     "w8a8-fp8": (_compressed_fp8_rows, _compressed_config("float-quantized", num_bits=8, type="float")),
     "mxfp4": (_compressed_mxfp4, _compressed_config("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32)),
+    "mxfp8": (
+        _compressed_mxfp8,
+        _compressed_config("mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32),
+    ),
+    "nvfp4": (
+        _compressed_nvfp4,
+        _compressed_config("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+    ),
+    "nvfp4-modelopt": (_modelopt_nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "fp8": (_fp8_tensor, {"quant_method": "fp8", "activation_scheme": "static"}),
     "fp8-blocks": (
         _fp8_blocks,

@@ -106,6 +106,63 @@ def test_sequences_and_scores_equal_those_of_transformers(
     assert num_ended > 2
 
 
+# None of them is found in a text that begins in the prompt, where transformers looks too.
+STOP_WORDS = (["\n"], [" the"], ["e s", "1, 2"], ["y of F", "3,", "o"])
+
+
+def stop_word_requests(prompts: list[list[int]]) -> list[pb.GenerateRequest]:
+    """Return a request for each prompt and list of stop words, with the searches in turn."""
+    cases = [(prompt, words) for prompt in prompts for words in STOP_WORDS]
+    requests = [request_of(i, prompt, SEARCHES[i % 4]) for i, (prompt, _) in enumerate(cases)]
+    for request, (_, words) in zip(requests, cases, strict=True):
+        request.max_tokens = 12
+        request.stopping.stop_words.extend(words)
+    return requests
+
+
+def test_beams_end_at_stop_words_as_in_transformers(
+    runner: ModelRunner, transformers_model: Any, prompts: list[list[int]], folder: ModelFolder
+) -> None:
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder.path / "tokenizer.json"))
+    requests = stop_word_requests(prompts)
+    num_stopped = 0
+    for made, request in zip(CoreWithRunners(runner, folder.end_ids).run(requests), requests, strict=True):
+        prompt, search = request.token_ids.values[:], SEARCHES[int(made.request_id[1:]) % 4]
+        with torch.inference_mode():
+            expected = transformers_model.generate(
+                torch.tensor([prompt]),
+                num_beams=search["beam_width"],
+                length_penalty=search["length_penalty"],
+                early_stopping=EARLY_STOPPING[search["early_stopping"]],
+                num_return_sequences=search.get("num_return_sequences", 1),
+                max_new_tokens=request.max_tokens,
+                eos_token_id=list(folder.end_ids),
+                pad_token_id=PAD,
+                do_sample=False,
+                stop_strings=list(request.stopping.stop_words),
+                tokenizer=tokenizer,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+        found = [sequence.output.tolist() for sequence in made.sequences]
+        assert len(set(map(tuple, found))) == len(found)
+        scores = expected.sequences_scores.tolist()
+        for sequence, tokens, score in zip(made.sequences, expected.sequences.tolist(), scores, strict=True):
+            assert sequence.end is not None
+            assert sequence.end.cumulative_log_prob is not None
+            own = sequence.output.tolist()
+            assert own == tokens[len(prompt) : len(prompt) + len(own)], (request.stopping.stop_words, search)
+            assert set(tokens[len(prompt) + len(own) :]) <= {PAD}
+            assert sequence.end.cumulative_log_prob == pytest.approx(
+                score * len(own) ** search["length_penalty"], abs=BOUND, rel=1e-4
+            )
+            if sequence.end.stop_word:
+                assert sequence.end.stop_word in tokenizer.decode(own)
+                assert sequence.end.stop_word not in tokenizer.decode(own[:-1])
+            num_stopped += bool(sequence.end.stop_word)
+    assert num_stopped > 6
+
+
 def test_beams_are_the_same_alone_paused_moved_and_recovered(
     runner: ModelRunner, prompts: list[list[int]], end_ids: tuple[int, ...]
 ) -> None:

@@ -17,8 +17,8 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from detokenizer.sequence import SequenceText, TextRules
 from gpu_worker.model_runner import ModelRunner
+from midstream.text.sequence import SequenceText, TextRules
 from protos import generation_pb2 as pb
 from scheduler.core.events import StopWordFound
 from scheduler.core.request import FinishReason, Request
@@ -128,6 +128,9 @@ class Letters:
 
     def decode(self, token_ids: Iterable[int]) -> str:
         return "".join(LETTERS[token % len(LETTERS)] for token in token_ids)
+
+    def copy(self) -> Letters:
+        return self
 
     def finish(self) -> str:
         return ""

@@ -1,94 +1,28 @@
-"""GGUF files of every supported family except Llama, compared with transformers; for Llama, test_embedded_model.py
-tests the embedded model.
-"""
+"""GGUF files of every family that has them, compared with transformers and llama.cpp."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf.constants import Keys
 
-from gpu_worker.models.families import FAMILIES
+from gpu_worker.models.families import FAMILIES, family_of
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import open_model_folder
 from midstream.model.prepare.gguf_source import lay_down
 from midstream.model.token_bytes import byte_level_alphabet
 from midstream.model.tokenizer import Tokenizer
+from tests.gpu_worker.gguf_models import MODELS, write_gguf
 from tests.gpu_worker.test_checkpoints import last_state
 from tests.gpu_worker.test_models import Recorder, expected_logits, prompt
 from tests.gpu_worker.tiny_models import Driver, make_runner, make_tiny_model
 from tests.midstream.gguf_vocabularies import ask_llama_cpp, needs_llama_cpp
-
-# The architecture in `gguf`, the family's name in transformers and the settings of the tiny model, by
-# `general.architecture`. In the `gguf` package, Mistral has the tensor names of Llama.
-MODELS: dict[str, tuple[gguf.MODEL_ARCH, str, dict[str, Any]]] = {
-    "mistral": (gguf.MODEL_ARCH.LLAMA, "Mistral", {"sliding_window": 24, "head_dim": 32}),
-    "qwen2": (gguf.MODEL_ARCH.QWEN2, "Qwen2", {"tie_word_embeddings": True}),
-    "qwen3": (gguf.MODEL_ARCH.QWEN3, "Qwen3", {"head_dim": 32}),
-}
-
-
-def write_gguf(
-    path: Path,
-    architecture: str,
-    model: torch.nn.Module,
-    rope: Mapping[str, str | float] = MappingProxyType({}),
-    dtype: type = np.float32,
-    tokens: Sequence[str] = (),
-    adds_eos: bool = False,
-    part_size: int = 0,
-) -> None:
-    """Write a model with tensors of type `dtype` and the tensor names of the `gguf` package; `rope` contains settings,
-    by their keys in that package. The vocabulary begins with `tokens`, if given, which include the bytes and `ab`; the
-    last of them ends a text if `adds_eos`.
-    """
-    config: Any = model.config
-    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=part_size)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    for name, value in rope.items():
-        key = name.format(arch=architecture)
-        if isinstance(value, str):
-            writer.add_string(key, value)
-        else:
-            (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
-    if architecture != "qwen2":  # as in llama.cpp, Qwen2's head size follows from the hidden size
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
-    if architecture == "mistral":
-        writer.add_sliding_window(config.sliding_window)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([*tokens, *(f"t{i}" for i in range(len(tokens), config.vocab_size))])
-    writer.add_add_eos_token(adds_eos)
-    if tokens:
-        writer.add_eos_token_id(len(tokens) - 1)
-    writer.add_token_types([1] * config.vocab_size)
-    writer.add_token_merges(["a b" if tokens else "t 1"])
-    names = gguf.get_tensor_name_map(MODELS[architecture][0], config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        if name != "lm_head.weight" or not config.tie_word_embeddings:
-            stored = names.get_name(name, (".weight", ".bias"))
-            assert stored is not None
-            writer.add_tensor(stored, tensor.numpy().astype(dtype))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -148,10 +82,27 @@ def test_a_type_without_values_is_named(tmp_path: Path) -> None:
 def test_a_gguf_file_gives_the_logits_of_transformers(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, family, settings = MODELS[architecture]
-    model = make_tiny_model(tmp_path / "made", family, rope_parameters={"rope_theta": 500.0}, **settings)
+    tiny = MODELS[architecture]
+    model = make_tiny_model(tmp_path / "made", tiny.family, **tiny.settings)
     write_gguf(tmp_path / "file.gguf", architecture, model)
     check_logits(tmp_path, model, monkeypatch)
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("architecture", MODELS)
+def test_llama_cpp_reads_these_files_in_the_same_way(architecture: str, tmp_path: Path) -> None:
+    """It gives the greedy tokens of transformers, or one with almost the same logit: its GELU is rounded to float16."""
+    tiny, tokens = MODELS[architecture], prompt(40, seed=1)
+    model = make_tiny_model(tmp_path / "made", tiny.family, **tiny.settings)
+    names = (*sorted(byte_level_alphabet()), "ab", "<|endoftext|>")
+    write_gguf(tmp_path / "file.gguf", architecture, model, tokens=names)
+    answer = ask_llama_cpp(tmp_path / "file.gguf", continues=tokens)["text"]
+    assert len(answer["tokens"]) == 16
+    for token in answer["tokens"]:
+        logits = expected_logits(model, tokens)[-1]
+        logits[len(names) - 1] = -math.inf  # it was told not to end
+        assert float(logits.max() - logits[token]) < 0.05
+        tokens = [*tokens, token]
 
 
 def check_logits(
@@ -162,7 +113,7 @@ def check_logits(
         folder = path / "folder"
         folder.mkdir()
         lay_down(path / "file.gguf", folder, {})
-    runner, tokens = make_runner(folder, implementation="native", kv="f32"), prompt(40, seed=1)
+    runner, tokens = make_runner(folder, implementation="native", kv="f32", max_sequence_length=256), prompt(40, seed=1)
     driver, recorder = Driver(runner), Recorder(runner, monkeypatch)
     driver.step([driver.sequence(0, tokens)], [(0, 0, 40)])
     wanted = expected_logits(model, tokens)[-1:]
@@ -238,6 +189,7 @@ def test_other_settings_are_refused(keys: dict[str, str | float], message: str, 
         lay_down(tmp_path / "file.gguf", tmp_path / "folder", {})
 
 
-def test_every_family_that_reads_gguf_is_tested() -> None:
-    types = {model_type for family in FAMILIES if family.reads_gguf for model_type in family.types}
-    assert types == {"llama", *MODELS}
+def test_every_family_that_reads_gguf_is_tested(tmp_path: Path) -> None:
+    read = {family.title for family in FAMILIES if family.reads_gguf}
+    made = {getattr(transformers, f"{tiny.family}Config").model_type for tiny in MODELS.values()}
+    assert read == {family_of(model_type).title for model_type in made}

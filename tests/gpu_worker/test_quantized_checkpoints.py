@@ -32,7 +32,7 @@ def set_config(folder: Path, **settings: Any) -> None:
     ("settings", "named"),
     [
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "'bitsandbytes'; supported are awq, comp"),
-        ({"quant_algo": "NVFP4"}, "'modelopt NVFP4'"),
+        ({"quant_algo": "W4A8_AWQ"}, "'modelopt W4A8_AWQ'"),
         ({"bits": 3}, "'unknown'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "float8 type 'e5m2'"),
         ({"quant_method": "gptq", "bits": 3}, "GPTQ with 3 bits"),
@@ -43,7 +43,7 @@ def set_config(folder: Path, **settings: Any) -> None:
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ in the layout 'gemv'"),
         ({"quant_method": "awq", "bits": 4, "format": "gemv_fast"}, "AWQ in the layout 'gemv_fast'"),
         ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, "AWQ in the layout 'llm-awq'"),
-        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized'"),
+        ({"quant_method": "compressed-tensors", "format": "mxfp6-pack-quantized"}, "'mxfp6-pack-quantized'"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized", "transform_config": {"config_groups": {}}},
          "transform_config"),
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),

@@ -41,7 +41,7 @@ FORMATS = {
     "gptq": "int4", "gptq-order": "int4", "gptq-v2": "int4", "gptq-8": "affine8", "awq": "int4", "w4a16": "int4",
     "w4a16-asym": "int4", "w4a16-rows": "int4", "w8a16": "affine8", "w8a8": "int8_rows", "w8a8-fp8": "fp8",
     "w8-order": "affine8", "w8-order-asym": "affine8", "fp8-order": "fp8",
-    "mxfp4": "mxfp4", "fp8": "fp8", "fp8-blocks": "fp8",
+    "mxfp4": "mxfp4", "mxfp8": "fp8", "nvfp4": "bf16", "nvfp4-modelopt": "bf16", "fp8": "fp8", "fp8-blocks": "fp8",
 }  # fmt: skip
 
 
@@ -273,7 +273,11 @@ def damage(name: str, change: Callable[[dict[str, Tensor]], object]) -> tuple[di
         ("fp8", lambda t: t["weight"].view(torch.uint8).fill_(127), "a.weight contains NaN"),
         ("fp8", lambda t: t.update(weight=t["weight"].to(torch.float8_e5m2)), "is of type torch.float8_e5m2"),
         ("w4a16", lambda t: t.update(weight_shape=torch.tensor([64, 128])), "weights of 2 bits; supported are 4 and 8"),
-        ("mxfp4", lambda t: t.update(weight_scale=t["weight_scale"].float()), "NVFP4"),
+        ("mxfp4", lambda t: t.update(weight_scale=t["weight_scale"].float()), "lack the tensor a.weight_global_scale"),
+        ("nvfp4", lambda t: t.update(weight_scale=t["weight_scale"].float()), "of four bits with .* torch.float32"),
+        ("nvfp4", lambda t: t.update(weight_scale=t["weight_scale"][:, :3].contiguous()), "weights of a do not fit"),
+        ("nvfp4-modelopt", lambda t: t.pop("weight_scale_2"), "lack the tensor a.weight_scale_2"),
+        ("nvfp4-modelopt", lambda t: t.update(pre_quant_scale=torch.ones(64)), "multiplied by pre_quant_scale"),
     ],
 )  # fmt: skip
 def test_damaged_tensors_are_named(

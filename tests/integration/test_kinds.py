@@ -65,7 +65,7 @@ class Stream:
     final: pb.GenerateResponse | None = None
 
     async def read(self, stub: Stub, request: pb.GenerateRequest) -> Stream:
-        async for response in stub.Generate(request, timeout=120):
+        async for response in stub.Generate(request, timeout=120, wait_for_ready=True):
             assert response.token_offset == len(self.tokens)
             self.tokens += response.token_ids
             self.text += response.text

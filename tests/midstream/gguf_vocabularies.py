@@ -61,7 +61,9 @@ def ask_llama_cpp(file: Path, texts: Sequence[str] = (), **requests: Any) -> dic
     script = Path(__file__).with_name("llama_cpp_process.py")
     command = [LLAMA_CPP_PYTHON, str(script), str(file)]
     given = json.dumps({"texts": list(texts), **requests})
-    done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, input=given, capture_output=True, text=True, errors="replace", timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     log = (done.stdout + done.stderr).splitlines()
     lines = (line.split("EOG token", 1)[1].split() for line in log if "EOG token   " in line)

@@ -1,11 +1,12 @@
 """Run by a Python with the package xllamacpp: `python llama_cpp_process.py FILE.gguf`.
 
 Standard input has a JSON object: `texts` to tokenize, and optionally `embeds`, a text whose embedding is returned, and
-`continues`, tokens to continue greedily. The answer is a JSON object in the last line of standard output; the other
-lines are llama.cpp's log.
+`continues`, tokens to continue greedily without end. The answer is a JSON object in the last line of standard output;
+the other lines are llama.cpp's log.
 """
 
 import json
+import os
 import sys
 import urllib.request
 from typing import Any
@@ -20,6 +21,7 @@ def main() -> None:
     params.port = 0
     params.n_ctx, params.n_parallel, params.n_gpu_layers, params.warmup = 128, 1, 0, False
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.verbosity = 5
     if "embeds" in asked:
         params.embedding = True
@@ -42,8 +44,10 @@ def main() -> None:
     if "embeds" in asked:
         made["embedding"] = post("/v1/embeddings", input=asked["embeds"])["data"][0]["embedding"]
     if "continues" in asked:
-        made["text"] = post("/completion", prompt=asked["continues"], n_predict=16, temperature=0, return_tokens=True)
+        settings = {"n_predict": 16, "temperature": 0, "return_tokens": True, "ignore_eos": True}
+        made["text"] = post("/completion", prompt=asked["continues"], **settings)
     print(json.dumps(made), flush=True)
+    os._exit(0)  # the server's destructor sometimes waits for ever
 
 
 main()

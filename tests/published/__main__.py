@@ -29,10 +29,10 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from detokenizer.incremental import decoder_factory
 from midstream.errors import InvalidArgumentError
 from midstream.model.folder import open_model_folder
 from midstream.model.tokenizer import Tokenizer
+from midstream.text.incremental import decoder_factory
 from protos import generation_pb2 as pb
 from router.pipeline.prompt import PromptBuilder
 from router.protocols.openai.body import Body

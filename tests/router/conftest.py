@@ -12,7 +12,6 @@ import pytest
 from starlette.types import ASGIApp
 
 from detokenizer.feed import FeedPool
-from detokenizer.incremental import DecoderFactory, decoder_factory
 from detokenizer.servicer import DetokenizerServicer
 from midstream.client import AsyncClient
 from midstream.config import RouterConfig
@@ -23,6 +22,7 @@ from midstream.rpc.frames import FrameServer
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
 from midstream.telemetry import Metrics
+from midstream.text.incremental import DecoderFactory, decoder_factory
 from protos import detokenizer_pb2_grpc
 from protos.status_pb2 import RouterStatus
 from router.authentication import AuthenticatedApp, Authenticator

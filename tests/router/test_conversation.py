@@ -192,6 +192,29 @@ def test_arguments_are_an_object_even_if_their_schema_has_no_type(schema: dict[s
             assert (all(map(matcher.consume_token, tokens)) and matcher.is_accepting()) == fits
 
 
+@pytest.mark.parametrize("is_thinking", [False, True])
+def test_a_tool_that_is_not_strict_does_not_refuse_a_strict_one(is_thinking: bool) -> None:
+    odd: dict[str, object] = {"properties": {"a": {"type": "string", "pattern": "(?=b)"}}}
+    exact: dict[str, object] = {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    tools = Tools({"odd": odd, "exact": exact}, choice="required", strict=frozenset({"exact"}))
+    found = conversation(model(reasoning="think"), tools, None, is_thinking=is_thinking)
+    library = GuideTokenizer(llguidance.LLTokenizer("byte"), {})
+    before = "Hm.</think>" if is_thinking else ""
+    for call, fits in (
+        ('{"name": "odd", "parameters": {"a": "c"}}', True),
+        ('{"name": "odd", "parameters": {"a": 1}}', False),
+        ('{"name": "exact", "parameters": {"n": 1}}', True),
+        ('{"name": "exact", "parameters": {"n": "1"}}', False),
+    ):
+        for calls in (call, f'{{"name": "exact", "parameters": {{"n": 2}}}}, {call}'):
+            matcher = compile_guide(Guide("ebnf", found.request.guided_decoding.guide), library)
+            tokens = library.tokenize_str(f"{before}[{calls}]")
+            assert (all(map(matcher.consume_token, tokens)) and matcher.is_accepting()) == fits
+    assert [name for name, _ in read(found, f'{before}[{{"name": "exact", "parameters": {{"n": 2}}}}]')[2]] == ["exact"]
+    for name, part in found.guide_parts().items():
+        assert ('"lenient": true' in part.guide) == name.endswith("odd")
+
+
 @pytest.mark.parametrize(("strict", "is_lenient"), [([], True), (["find"], False)])
 @pytest.mark.parametrize("choice", ["required", "named"])
 def test_schemas_of_required_calls_are_lenient_without_strict_tools(

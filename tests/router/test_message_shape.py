@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from midstream.errors import InvalidArgumentError
 from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
 from router.pipeline.prompt import PromptBuilder
@@ -151,12 +150,34 @@ async def test_a_call_without_arguments_has_an_empty_object(rendered: Render) ->
     assert await rendered(source, *grpc, *openai) == ["{}"] * 8
 
 
-async def test_arguments_that_are_not_json_are_refused(rendered: Render) -> None:
-    message = pb.ChatMessage(role="assistant", tool_calls_json=json.dumps([object_call("{")]))
-    with pytest.raises(InvalidArgumentError) as raised:
-        await rendered("{{ messages[0].tool_calls[0].function.arguments.city }}", [message])
-    assert raised.value.field == "chat.messages[0].tool_calls_json"
-    assert "arguments" in raised.value.message
+CUT = '{"city": "Kö'
+# Templates by how they read arguments, and what they make of arguments that are not an object.
+OF_CUT_CALLS = {
+    "text": ("{{ c.function.arguments }}", CUT),
+    "text or JSON": (
+        "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}",
+        CUT,
+    ),
+    "JSON": ("{{ c.function.arguments | tojson }}", json.dumps(CUT, ensure_ascii=False)),
+    "members": ("{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}{% endfor %}", f"arguments={CUT}"),
+}
+
+
+@pytest.mark.parametrize("kind", OF_CUT_CALLS)
+@pytest.mark.parametrize("arguments", [CUT, "[1]", "Köln", "{'city': 'Köln'}", '{"a": 1e999}'])
+async def test_arguments_that_are_not_an_object_are_in_the_prompt_as_text(
+    rendered: Render, kind: str, arguments: str
+) -> None:
+    term, wanted = OF_CUT_CALLS[kind]
+    source = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}" + term + "{% endfor %}{% endfor %}"
+    openai = of_openai([{"role": "assistant", "content": "", "tool_calls": [object_call(arguments)]}])
+    turns = Turns(has_developer=False)
+    call = {"type": "function_call", "call_id": CALL["id"], "name": "weather", "arguments": arguments}
+    turns.add(Body({"input": [call]}).objects("input"))
+    grpc = [pb.ChatMessage(role="assistant", tool_calls_json=json.dumps([object_call(arguments)]))]
+    inner, shown = json.dumps(CUT, ensure_ascii=False), json.dumps(arguments, ensure_ascii=False)
+    expected = shown if wanted == inner else wanted.replace(CUT, arguments)
+    assert await rendered(source, openai, turns.turns, grpc) == [expected] * 3
 
 
 def parts(*texts: str) -> list[dict[str, str]]:

@@ -15,7 +15,6 @@ import httpx2
 import openai
 import pytest
 
-from detokenizer.incremental import DecoderFactory
 from midstream.chunk import Chunk
 from midstream.client import AsyncClient, SamplingParams
 from midstream.errors import ConfigError, DeadlineError, InvalidArgumentError, OverloadedError
@@ -23,6 +22,7 @@ from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
 from midstream.rpc.serving import open_channel
 from midstream.telemetry import Metrics
+from midstream.text.incremental import DecoderFactory
 from protos import generation_pb2 as pb
 from protos import scheduler_pb2, service_pb2, service_pb2_grpc
 from protos.status_pb2 import DetachedRequests

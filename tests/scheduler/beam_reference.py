@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from scheduler.core.request_spec import RequestSpec
-from tests.fakes.model import candidates
+from tests.fakes.model import candidates, text_of
 
 
 def best_beams(spec: RequestSpec, vocab_size: int) -> list[tuple[list[int], float]]:
@@ -18,27 +18,42 @@ def best_beams(spec: RequestSpec, vocab_size: int) -> list[tuple[list[int], floa
         spec.length_penalty,
         spec.beam_diversity_rate,
         spec.early_stopping,
+        spec.stop_words,
+        spec.min_tokens,
         vocab_size,
     )[: spec.num_sequences]
 
 
 @lru_cache
 def _search(
-    last: int, width: int, limit: int, stops: frozenset[int], penalty: float, rate: float, stopping: int, vocab: int
+    last: int,
+    width: int,
+    limit: int,
+    stops: frozenset[int],
+    penalty: float,
+    rate: float,
+    stopping: int,
+    words: tuple[str, ...],
+    min_tokens: int,
+    vocab: int,
 ) -> list[tuple[list[int], float]]:
+    num_considered = max(2, 1 + len(stops)) * width
+    count = num_considered if words else width + len(stops)
     running: list[tuple[list[int], float]] = [([], 0.0)]
     ended: list[tuple[list[int], float]] = []
     while True:
         found = []
         for rank, (tokens, total) in enumerate(running):
-            for token, log_prob in candidates(tokens[-1] if tokens else last, width + len(stops), stops, vocab):
+            for token, log_prob in candidates(tokens[-1] if tokens else last, count, stops, vocab):
                 found.append((-(total + log_prob + rate * rank), rank, token, total + log_prob))
         found.sort()
         length = len(running[0][0]) + 1
         going = []
-        for place, (_, rank, token, total) in enumerate(found):
+        for place, (_, rank, token, total) in enumerate(found[:num_considered]):
             tokens = [*running[rank][0], token]
-            if token in stops or length == limit:
+            text = "".join(map(text_of, tokens))
+            has_word = length >= min_tokens and any(word in text for word in words)
+            if (token in stops and length >= min_tokens) or has_word or length == limit:
                 if place < width:
                     ended.append((tokens, total / length**penalty))
             else:

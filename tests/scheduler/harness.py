@@ -220,8 +220,12 @@ class Harness:
         """Submit a request; if `prompt` is a number, the prompt has this many unique tokens."""
         tokens = prompt if isinstance(prompt, list) else own_prompt(request_id, prompt)
         self.prompts[request_id] = tokens
-        sampling = generation_pb2.SamplingConfig(beam_width=spec.get("beam_width", 1))
-        stopping = generation_pb2.StoppingConfig(stop_token_ids=spec.get("stop_token_ids", ()), ignore_eos=True)
+        sampling = generation_pb2.SamplingConfig(
+            beam_width=spec.get("beam_width", 1), min_tokens=spec.get("min_tokens", 0)
+        )
+        stopping = generation_pb2.StoppingConfig(
+            stop_token_ids=spec.get("stop_token_ids", ()), stop_words=spec.get("stop_words", ()), ignore_eos=True
+        )
         payload = generation_pb2.GenerateRequest(
             request_id=request_id, sampling=sampling, stopping=stopping
         ).SerializeToString()

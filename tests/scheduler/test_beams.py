@@ -331,24 +331,89 @@ def test_a_best_beam_that_nothing_can_surpass_is_shown_before_the_search_is_over
         assert search.decided.tokens[: search.num_decided].tolist() == [999][:num_shown]
 
 
-def test_a_stop_word_in_decided_tokens_ends_a_search_early() -> None:
+def test_beams_end_where_a_stop_word_ends() -> None:
+    """The first step gives [11] -1/8 and [12] -2/8; the second [11 12] -3/8, which completes the stop word, and then
+    [11 13] and [12 13] with -5/8, and [11 14] with -7/8.
+    """
     harness = Harness()
     harness.add_group()
-    for name, num_sequences in (("b", 1), ("c", 2)):
-        harness.submit(name, PROMPT, 8, beam_width=2, num_sequences=num_sequences)
+    harness.submit("b", PROMPT, 4, beam_width=2, num_sequences=2, early_stopping=0, stop_words=("x", "1 12 "))
     harness.turn()
-    for _ in range(3):
+    for _ in range(2):
         harness.step()
-    for name in "bc":
-        assert harness.tokens[name, 0] == [11, 12]
-        harness.handle(StopWordFound(harness.now_ns, name, 0, 2, "x"))
-    assert harness.ended == {"b": FinishReason.STOP}
+    request = harness.core.lifecycle.requests["b"]
+    assert request.beams is not None
+    search = request.beams.search
+    assert [(ended.beam.tokens.tolist(), ended.score, ended.stop_word) for ended in search.ended] == [
+        ([11, 12], -3 / 8, "1 12 ")
+    ]
+    assert [beam.tokens.tolist() for beam in search.running] == [[11, 13], [12, 13]]
+    # All other beams score less, so the best output is known, but its end is only reported with the others.
+    assert harness.tokens == {("b", 0): [11, 12]}
+    # The detokenizer finds the stop word too. Its report changes nothing.
+    harness.handle(StopWordFound(harness.now_ns, "b", 0, 2, "1 12 "))
+    assert harness.ended == {}
     harness.run()
-    assert harness.ended["c"] is FinishReason.STOP
-    request = harness.core.lifecycle.requests["c"]
-    assert [len(sequence.output) for sequence in request.sequences] == [2, 8]
-    assert request.num_output_tokens == 10
+    # [11 13 14] has -5/8 - 4/8, and [11 13 14 15] -9/8 - 5/8.
+    assert ends(harness) == [([11, 12], -3 / 8), ([11, 13, 14, 15], -14 / 8)]
+    found = [sequence.end for sequence in request.sequences]
+    assert [(end.reason, end.stop_word) for end in found if end] == [
+        (FinishReason.STOP, "1 12 "),
+        (FinishReason.LENGTH, ""),
+    ]
     harness.check_is_empty()
+
+
+def test_a_step_considers_as_many_candidates_as_if_one_beam_had_all() -> None:
+    """With stop words, a step considers twice the beam width of candidates, as in transformers, so that fewer beams
+    may continue: here, three of the four best complete a stop word. Those beyond the beam width are dropped.
+    """
+    search = BeamSearch(spec_of(early_stopping=0, stop_words=("a", "b")))
+    assert search.num_candidates == 4
+    step = search.choose([[(5, -0.5), (6, -1.0), (7, -1.5), (8, -2.0)]], (), [{5: 1, 6: 2, 7: 1}])
+    assert (step.token_ids, step.stop_words) == ((5, 6, 8), (1, 2, 0))
+    search.apply(step)
+    assert [(item.beam.tokens.tolist(), item.stop_word) for item in search.ended] == [([5], "a"), ([6], "b")]
+    assert [beam.tokens.tolist() for beam in search.running] == [[8]]
+    assert search.is_over
+    restored = BeamSearch.restored(search.spec, search.steps)
+    assert restored.ended == search.ended
+
+
+def test_a_stop_token_ends_a_beam_before_a_stop_word() -> None:
+    search = BeamSearch(spec_of(stop_token_ids=STOPS, stop_words=("a",)))
+    search.apply(search.choose([[(999, -0.5), (6, -1.0)]], (), [{999: 1}]))
+    assert [(item.stop_token_id, item.stop_word) for item in search.ended] == [(999, "")]
+
+
+@pytest.mark.parametrize("num_steps", range(1, 4))
+@pytest.mark.parametrize("min_tokens", [0, 4])
+def test_beams_end_at_the_same_stop_words_after_every_loss(num_steps: int, min_tokens: int) -> None:
+    def started() -> Harness:
+        harness = Harness()
+        harness.add_group()
+        spec = {"beam_width": 3, "num_sequences": 3, "early_stopping": 0, "min_tokens": min_tokens}
+        harness.submit("b", PROMPT, 8, stop_words=("3 1", "12 14", "17"), **spec)
+        harness.turn()
+        return harness
+
+    undisturbed = started()
+    undisturbed.run()
+    expected = [(s.output, s.end) for s in undisturbed.core.lifecycle.requests["b"].sequences]
+    assert [end.stop_word for _, end in expected if end] != ["", "", ""]
+    assert all(len(output) >= min_tokens for output, _ in expected)
+    harness = started()
+    for _ in range(num_steps):
+        harness.step()
+    request = harness.core.lifecycle.requests["b"]
+    assert request.beams is not None
+    steps, outputs = tuple(request.beams.search.steps), tuple(s.output for s in request.sequences)
+    harness = Harness()
+    harness.add_group()
+    harness.prompts["b"] = PROMPT
+    harness.handle(Recovered(0, request.spec, outputs, beam_steps=steps))
+    harness.run()
+    assert [(s.output, s.end) for s in harness.core.lifecycle.requests["b"].sequences] == expected
 
 
 def test_a_failed_beam_ends_only_its_own_request() -> None:

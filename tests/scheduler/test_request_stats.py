@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from midstream.executor import RequestState, RequestStats
 from protos import stats_pb2
-from scheduler.core.events import AbortRequested
+from scheduler.core.events import AbortRequested, StepDone
+from scheduler.core.failure import UNAVAILABLE, Failure
 from scheduler.wire.stats import request_stats_proto
 from tests.scheduler.harness import Harness
 
@@ -60,3 +61,34 @@ def test_an_aborted_response_reports_it() -> None:
     harness.submit("a", 3, 3)
     harness.handle(AbortRequested(harness.now_ns, "a"))
     assert state_of(harness) is RequestState.ABORTED
+
+
+def test_tokens_per_iteration_are_those_of_the_steps_that_decoded() -> None:
+    harness = Harness()
+    harness.add_group()
+    harness.submit("a", [1, 2, 3], 4)
+    harness.run()
+    assert request_stats_proto(harness.core.lifecycle.requests["a"]).avg_num_decoded_tokens_per_iter == 1.0
+
+
+def test_a_request_that_its_worker_cannot_run_yet_is_not_preempted() -> None:
+    """A worker reports it as unavailable, for example while its grammar is compiled."""
+    harness = Harness()
+    group = harness.add_group()
+    harness.submit("a", [1, 2, 3], 2)
+    harness.turn()
+    plan = group.registration
+    step = next(iter(harness.group().in_flight))
+    harness.handle(
+        StepDone(
+            harness.now_ns,
+            plan.connection,
+            harness.group().epoch,
+            step.step_id,
+            [0],
+            failures=((step.context[0].row, Failure(UNAVAILABLE, "its grammar is being compiled")),),
+        )
+    )
+    request = harness.core.lifecycle.requests["a"]
+    assert request in harness.core.queue
+    assert (request.counters.num_preemptions, harness.core.totals.num_preemptions) == (0, 0)

@@ -420,7 +420,7 @@ def test_short_contexts_do_not_wait_for_a_long_one_of_their_client() -> None:
     harness.submit("equal", 12, 1)
     harness.submit("c", 6, 1)
     harness.submit("d", 3, 1)
-    steps = ["+long[0:8]", "long[8:13] +d[0:3]", "long[13:17] +c[0:4]", "long[17:20] c[4:6] +equal[0:3]"]
+    steps = ["+long[0:8]", "long[8:13] +d[0:3]", "long[13:17] +c[0:4]", "long[17:20] +equal[0:3] c[4:6]"]
     assert schedule(harness)[:4] == steps
 
 

@@ -13,9 +13,9 @@ from functools import cache
 
 import numpy as np
 
-from detokenizer.incremental import ByteLevelFactory, DecoderFactory
 from gpu_worker.batch.step import NewSequence, RowLogProbs, Step, StepOutput
 from midstream.model.token_bytes import byte_level_alphabet
+from midstream.text.incremental import ByteLevelFactory, DecoderFactory
 
 VOCAB_SIZE = 96
 END_ID = 1

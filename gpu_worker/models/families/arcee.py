@@ -14,4 +14,4 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
     return plain(s, has_gated_ffn=False, activation=activation_of(s.get("hidden_act", "relu2")))
 
 
-ARCEE = Family(title="Arcee", types=("arcee",), read=_read, names=Names(gate_up=("mlp.up_proj",)))
+ARCEE = Family(title="Arcee", types=("arcee",), read=_read, names=Names(gate_up=("mlp.up_proj",)), reads_gguf=True)

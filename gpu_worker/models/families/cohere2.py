@@ -43,5 +43,5 @@ def _read_first(config: Mapping[str, Any]) -> DecoderDescription:
     )
 
 
-COHERE = Family(title="Command R (Cohere)", types=("cohere",), read=_read_first)
-COHERE2 = Family(title="Command R7B, A (Cohere 2)", types=("cohere2",), read=_read)
+COHERE = Family(title="Command R (Cohere)", types=("cohere",), read=_read_first, reads_gguf=True)
+COHERE2 = Family(title="Command R7B, A (Cohere 2)", types=("cohere2",), read=_read, reads_gguf=True)

@@ -64,5 +64,5 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
     )
 
 
-DEEPSEEK = Family(title="DeepSeek-V3, Kimi K2", types=("deepseek_v3", "kimi_k2"), read=_read)
+DEEPSEEK = Family(title="DeepSeek-V3, Kimi K2", types=("deepseek_v3", "kimi_k2"), read=_read, reads_gguf=True)
 GLM_LITE = Family(title="GLM-4.7 Flash", types=("glm4_moe_lite",), read=_read)

@@ -48,7 +48,7 @@ def _read_mixture(config: Mapping[str, Any]) -> DecoderDescription:
     )
 
 
-ERNIE4_5 = Family(title="ERNIE 4.5", types=("ernie4_5",), read=_read)
+ERNIE4_5 = Family(title="ERNIE 4.5", types=("ernie4_5",), read=_read, reads_gguf=True)
 ERNIE4_5_MIXTURE = Family(
     title="ERNIE 4.5 MoE",
     types=("ernie4_5_moe",),

@@ -102,6 +102,6 @@ def _every(s: Settings, pattern: int) -> list[str]:
 _AROUND = Names(
     prefixes=("model.", "model.language_model.", "language_model.model."), ffn_norm="pre_feedforward_layernorm"
 )
-GEMMA = Family(title="Gemma", types=("gemma",), read=_read_gemma)
-GEMMA2 = Family(title="Gemma 2", types=("gemma2",), read=_read_gemma2, names=_AROUND)
-GEMMA3 = Family(title="Gemma 3", types=("gemma3_text", "gemma3"), read=_read_gemma3, names=_AROUND)
+GEMMA = Family(title="Gemma", types=("gemma",), read=_read_gemma, reads_gguf=True)
+GEMMA2 = Family(title="Gemma 2", types=("gemma2",), read=_read_gemma2, names=_AROUND, reads_gguf=True)
+GEMMA3 = Family(title="Gemma 3", types=("gemma3_text", "gemma3"), read=_read_gemma3, names=_AROUND, reads_gguf=True)

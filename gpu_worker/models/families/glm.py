@@ -46,6 +46,7 @@ GLM4 = Family(
         attention_output_norm="post_self_attn_layernorm",
         ffn_output_norm="post_mlp_layernorm",
     ),
+    reads_gguf=True,
 )
-GLM_MIXTURE = Family(title="GLM-4.5", types=("glm4_moe",), read=_read_mixture)
+GLM_MIXTURE = Family(title="GLM-4.5", types=("glm4_moe",), read=_read_mixture, reads_gguf=True)
 SOLAR_OPEN = Family(title="Solar Open", types=("solar_open",), read=_read_mixture)

@@ -56,4 +56,5 @@ GPT_OSS = Family(
         expert_gate_up=("mlp.experts.gate_up_proj",),
         expert_down="mlp.experts.down_proj",
     ),
+    reads_gguf=True,
 )

@@ -39,7 +39,11 @@ def _scaled(s: Settings, **changes: Any) -> DecoderDescription:
     )
 
 
-GRANITE = Family(title="Granite", types=("granite",), read=_read)
+GRANITE = Family(title="Granite", types=("granite",), read=_read, reads_gguf=True)
 GRANITE_MIXTURE = Family(
-    title="Granite 3 MoE", types=("granitemoe", "granitemoeshared"), read=_read_mixture, names=GRANITE_HYBRID.names
+    title="Granite 3 MoE",
+    types=("granitemoe", "granitemoeshared"),
+    read=_read_mixture,
+    names=GRANITE_HYBRID.names,
+    reads_gguf=True,
 )

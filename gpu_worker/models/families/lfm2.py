@@ -74,4 +74,5 @@ LFM2 = Family(
         expert_down="feed_forward.experts.{}.w2",
         recurrent_prefix="conv.",
     ),
+    reads_gguf=True,
 )

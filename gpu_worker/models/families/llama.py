@@ -40,5 +40,5 @@ def _read_helium(config: Mapping[str, Any]) -> DecoderDescription:
 
 CWM = Family(title="Code World Model", types=("cwm",), read=_read_cwm)
 HELIUM = Family(title="Helium", types=("helium",), read=_read_helium)
-SEED_OSS = Family(title="Seed-OSS", types=("seed_oss",), read=_read_seed)
+SEED_OSS = Family(title="Seed-OSS", types=("seed_oss",), read=_read_seed, reads_gguf=True)
 LLAMA = Family(title="Llama", types=("llama",), read=_read, reads_gguf=True)

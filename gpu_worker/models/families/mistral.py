@@ -30,7 +30,7 @@ def _read_mixtral(config: Mapping[str, Any]) -> DecoderDescription:
     return plain(s, windows=windows, mixtures=(experts,) * s.size("num_hidden_layers"))
 
 
-MISTRAL = Family(title="Mistral", types=("mistral",), read=_read_mistral, reads_gguf=True)
+MISTRAL = Family(title="Mistral", types=("mistral",), read=_read_mistral)
 MINISTRAL = Family(title="Ministral 8B", types=("ministral",), read=_read_mistral)
 MIXTRAL = Family(
     title="Mixtral",
@@ -41,4 +41,5 @@ MIXTRAL = Family(
         expert_gate_up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
         expert_down="block_sparse_moe.experts.{}.w2",
     ),
+    reads_gguf=True,
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpu_worker.models.description import DecoderDescription, Mixture
-from gpu_worker.models.families.family import Family, Names, Settings, checked_rotary, plain, rope_of, windows_of
+from gpu_worker.models.families.family import Family, Settings, checked_rotary, plain, rope_of, windows_of
 
 
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
@@ -59,7 +59,7 @@ def _mixtures(s: Settings) -> tuple[Mixture, ...]:
     return (experts,) * s.size("num_hidden_layers")
 
 
-OLMO2 = Family(title="OLMo 2", types=("olmo2",), read=_read)
-OLMO3 = Family(title="OLMo 3", types=("olmo3",), read=_read_3)
-OLMOE = Family(title="OLMoE", types=("olmoe",), read=_read_mixture, names=Names())
+OLMO2 = Family(title="OLMo 2", types=("olmo2",), read=_read, reads_gguf=True)
+OLMO3 = Family(title="OLMo 3", types=("olmo3",), read=_read_3, reads_gguf=True)
+OLMOE = Family(title="OLMoE", types=("olmoe",), read=_read_mixture, reads_gguf=True)
 FLEX_OLMO = Family(title="FlexOlmo", types=("flex_olmo",), read=_read_flex)

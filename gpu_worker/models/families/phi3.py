@@ -33,4 +33,5 @@ PHI3 = Family(
     types=("phi3",),
     read=_read,
     names=Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+    reads_gguf=True,
 )

@@ -114,6 +114,7 @@ QWEN_MIXTURE = Family(
     types=("qwen2_moe", "qwen3_moe"),
     read=_read_mixture,
     names=Names(shared_prefix="mlp.shared_expert."),
+    reads_gguf=True,
 )
 QWEN_NEXT = Family(
     title="Qwen 3 Next", types=("qwen3_next",), read=_read_next, names=Names(shared_prefix="mlp.shared_expert.")

@@ -25,4 +25,4 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
     return plain(s, rotary=tuple(rotary if turns else None for turns in rotates), windows=windows)
 
 
-SMOLLM3 = Family(title="SmolLM3", types=("smollm3",), read=_read)
+SMOLLM3 = Family(title="SmolLM3", types=("smollm3",), read=_read, reads_gguf=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from gpu_worker.models.description import DecoderDescription, DeltaNet, Mamba, Mixture, Recurrent, ShortConv
 from gpu_worker.models.families import family_of
-from gpu_worker.models.families.family import DELTA_NET_INPUTS
+from gpu_worker.models.families.family import DELTA_NET_INPUTS, Names
 from gpu_worker.models.weights.block_rows import mxfp4_weight
 from gpu_worker.models.weights.files import GgufFile, SafetensorsFiles, WeightFile
+from gpu_worker.models.weights.gguf_names import separate_experts
 from gpu_worker.models.weights.layer_weights import (
     FeedForwardWeights,
     LatentWeights,
@@ -27,6 +29,9 @@ from midstream.errors import ConfigError
 from midstream.model.folder import ModelFolder
 
 logger = logging.getLogger(__name__)
+
+# In GGUF files of these families, the rotary pairs of q and k are stored next to each other.
+_PERMUTED = frozenset({"llama", "mixtral", "granite", "granitemoeshared", "smollm3", "arcee"})
 
 
 class DecoderWeights:
@@ -46,7 +51,7 @@ class DecoderWeights:
         self._num_labels, self._has_head = folder.num_labels, folder.has_head
         self._target: dict[str, WeightFormat] = {"f32": "f32", "bf16": "bf16", "int8": "int8", "q4": "q4"}
         self._weights = weights
-        self._names = family_of(description.architecture).names
+        self._names = _names_in(folder, description)
         first = self._names.prefixes[0]
         # A tied matrix may be stored only as the head, so the embedding may be missing.
         parts = [name.removeprefix(first) + ".weight" for name in (self._names.embedding, self._names.final_norm)]
@@ -207,7 +212,7 @@ class DecoderWeights:
 
     def _feed_forward(self, prefix: str, gate_up: Sequence[str], down: str, size: int) -> FeedForwardWeights:
         d = self._description
-        if d.has_gated_ffn and not d.has_mlp_bias:
+        if d.has_gated_ffn and not d.has_mlp_bias and d.activation != "clamped_swiglu":  # whose experts have biases
             self._refuse_biases(prefix, (*gate_up, down), "a feed-forward layer")
         return FeedForwardWeights(
             self._linear(prefix, gate_up, [size] * (2 if d.has_gated_ffn else 1), d.hidden_size),
@@ -366,6 +371,8 @@ class DecoderWeights:
 
     def _vector_of(self, name: str, shape: tuple[int, ...]) -> Tensor:
         values = self._file.vector(self._in_file(name))
+        if values.dim() == 1 and values.numel() == math.prod(shape):  # a GGUF file has no sizes of 1
+            values = values.view(shape)
         if values.shape != shape:
             raise ConfigError(f"{name} is {tuple(values.shape)}, not {shape}", field="model")
         return values
@@ -381,7 +388,15 @@ class DecoderWeights:
 
 
 def open_weights(folder: ModelFolder, description: DecoderDescription) -> WeightFile:
+    """Open the weight files of a folder. Raises ConfigError if one is damaged."""
     if folder.weights_format == "safetensors":
         return SafetensorsFiles(folder.weight_files, read_scheme(folder))
-    permuted = (description.num_heads, description.num_kv_heads) if description.architecture == "llama" else None
-    return GgufFile(folder.weight_files, permuted)
+    heads = (description.num_heads, description.num_kv_heads)
+    permuted = heads if description.architecture in _PERMUTED else None
+    return GgufFile(folder.weight_files, _names_in(folder, description), permuted, description.norm_offset)
+
+
+def _names_in(folder: ModelFolder, description: DecoderDescription) -> Names:
+    """Return the names by which tensors are found in the files of a folder."""
+    names = family_of(description.architecture).names
+    return names if folder.weights_format == "safetensors" else separate_experts(names)

@@ -15,33 +15,20 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from gpu_worker.models.families.family import Names
 from gpu_worker.models.weights.gguf_blocks import from_gguf
+from gpu_worker.models.weights.gguf_names import LATENT_KV_UP, GgufNames
 from gpu_worker.models.weights.schemes import Module, Scheme, is_packed, read_matrix
 from gpu_worker.models.weights.weight import Weight, WeightFormat
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.prepare.gguf_file import TensorEntry, read_gguf_head
 
-_GGUF_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_GGUF_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 _FORMATS: dict[gguf.GGMLQuantizationType, WeightFormat] = {
     gguf.GGMLQuantizationType.F32: "f32",
     gguf.GGMLQuantizationType.F16: "f32",
     gguf.GGMLQuantizationType.F64: "f32",
 }
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)$")
 
 
 class WeightFile(Protocol):
@@ -140,12 +127,16 @@ class GgufFile:
     floats.
     """
 
-    def __init__(self, paths: Sequence[Path], permuted_heads: tuple[int, int] | None) -> None:
+    def __init__(
+        self, paths: Sequence[Path], names: Names, permuted_heads: tuple[int, int] | None, norm_offset: float = 0.0
+    ) -> None:
         """Map the files into memory.
 
         Args:
+            names: The family's names, with separate experts.
             permuted_heads: Numbers of heads and KV heads if the rotary pairs of q and k are stored next to each other
-                (architecture llama) instead of half a head apart.
+                instead of half a head apart.
+            norm_offset: What the file adds to the weights of norms.
 
         Raises:
             ConfigError: The file is damaged.
@@ -156,13 +147,17 @@ class GgufFile:
             tensors, data = read_gguf_head(path).tensors, np.memmap(path, dtype=np.uint8, mode="r")
             self._tensors |= tensors
             self._bytes |= dict.fromkeys(tensors, data)
-        self._permuted_heads = permuted_heads
+        self._names = GgufNames(names, self._tensors)
+        self._permuted_heads, self._norm_offset = permuted_heads, norm_offset
 
     def has(self, name: str) -> bool:
         """Return whether there is a tensor of this name."""
-        return _gguf_name(name) in self._tensors
+        return self._names.find(name)[0] in self._tensors
 
     def matrix(self, name: str) -> Weight:
+        stored = self._names.find(name)[0]
+        if LATENT_KV_UP in stored and stored not in self._tensors:
+            return self._latent_kv_up(stored)
         kind, columns, data = self._get(name)
         blocks = from_gguf(kind, torch.from_numpy(np.array(data)))
         if blocks is not None:
@@ -176,16 +171,20 @@ class GgufFile:
     def vector(self, name: str) -> Tensor:
         kind, _, data = self._get(name)
         values = _floats(name, kind, data).flatten()
+        if self._norm_offset and name.endswith("norm.weight"):
+            values = values - self._norm_offset
         order = self._row_order(name, values.shape[0])
         return values if order is None else values[order]
 
     def names(self) -> list[str]:
         """Return the names of all tensors: Hugging Face's names, where these exist."""
-        return [_name_of(name) for name in self._tensors]
+        return [name for entry in self._tensors.values() for name in self._names.names_of(entry.name, entry.shape[-1])]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape without reading its data."""
-        return tuple(reversed(self._tensors[_gguf_name(name)].shape))
+        stored, expert = self._names.find(name)
+        shape = tuple(reversed(self._tensors[stored].shape))
+        return shape if expert is None else shape[1:]
 
     def tensor(self, name: str) -> Tensor:
         """Return a vector as float32, and a matrix as bfloat16, or as float32 if it is stored as floats."""
@@ -193,6 +192,23 @@ class GgufFile:
             return self.vector(name)
         weight = self.matrix(name)
         return weight.dense() if weight.format == "f32" else weight.dense().bfloat16()
+
+    def _latent_kv_up(self, stored: str) -> Weight:
+        """Return [heads * (key size + value size), rank], of which the file has [heads, rank, key size] and [heads,
+        value size, rank].
+        """
+        parts = []
+        for part in ("attn_k_b", "attn_v_b"):
+            found = stored.replace(LATENT_KV_UP, part)
+            if found not in self._tensors or len(self._tensors[found].shape) != 3:
+                raise ConfigError(
+                    f"the weights lack the tensor {stored}, or {found} with a part per head", field="model"
+                )
+            kind, _, data = self._read(self._tensors[found], None)
+            parts.append(_floats(found, kind, data).view(tuple(reversed(self._tensors[found].shape))))
+        keys, values = parts
+        rows = torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
+        return Weight("f32", rows, rows.shape[1])
 
     def _row_order(self, name: str, num_rows: int) -> Tensor | None:
         if self._permuted_heads is None or not re.search(r"\.[qk]_proj\.", name):
@@ -206,20 +222,32 @@ class GgufFile:
 
     def _get(self, name: str) -> tuple[gguf.GGMLQuantizationType, int, NDArray[np.uint8]]:
         """Return a tensor's type, its number of columns, and its bytes [num_rows, bytes per row]."""
-        entry = self._tensors.get(_gguf_name(name))
+        stored, expert = self._names.find(name)
+        entry = self._tensors.get(stored)
         if entry is None:
-            raise ConfigError(f"the weights lack the tensor {_gguf_name(name)}", field="model")
+            raise ConfigError(f"the weights lack the tensor {stored}", field="model")
+        return self._read(entry, expert)
+
+    def _read(self, entry: TensorEntry, expert: int | None) -> tuple[gguf.GGMLQuantizationType, int, NDArray[np.uint8]]:
+        """Do what `_get` does, for a tensor or for an expert's part of it."""
         try:
             kind = gguf.GGMLQuantizationType(entry.type)
             block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError):
             raise ConfigError(f"the tensor {entry.name} has the unknown type {entry.type}", field="model") from None
         columns, num_rows = entry.shape[0], math.prod(entry.shape[1:])
+        if expert is not None and expert >= entry.shape[-1]:
+            raise ConfigError(f"the tensor {entry.name} has no expert {expert}", field="model")
         row_bytes = columns // block_size * block_bytes
         data, end = self._bytes[entry.name], entry.offset + row_bytes * num_rows
         if columns % block_size or end > len(data):
             raise ConfigError(f"the tensor {entry.name} is truncated", field="model")
-        return kind, columns, data[entry.offset : end].reshape(num_rows, row_bytes)
+        rows = data[entry.offset : end].reshape(num_rows, row_bytes)
+        if expert is None:
+            return kind, columns, rows
+        if len(entry.shape) == 2:  # a vector of each expert
+            return kind, columns, rows[expert : expert + 1]
+        return kind, columns, rows.reshape(entry.shape[-1], -1, row_bytes)[expert]
 
 
 def _floats(name: str, kind: gguf.GGMLQuantizationType, rows: NDArray[np.uint8]) -> Tensor:
@@ -233,24 +261,3 @@ def _floats(name: str, kind: gguf.GGMLQuantizationType, rows: NDArray[np.uint8])
             f"the tensor {name} has the type {kind.name}, which is not supported", field="model"
         ) from None
     return torch.from_numpy(np.array(values, dtype=np.float32))
-
-
-def _gguf_name(name: str) -> str:
-    module, _, kind = name.rpartition(".")
-    layer = _LAYER_NAME.match(module)
-    if layer:
-        return f"blk.{layer[1]}.{_GGUF_LAYER.get(layer[2], layer[2])}.{kind}"
-    return f"{_GGUF_TOP.get(module, module)}.{kind}"
-
-
-_TOP_NAMES = {name: hugging_face for hugging_face, name in _GGUF_TOP.items()}
-_LAYER_NAMES = {name: hugging_face for hugging_face, name in _GGUF_LAYER.items()}
-
-
-def _name_of(gguf_name: str) -> str:
-    """Return Hugging Face's name for a GGUF tensor."""
-    module, _, kind = gguf_name.rpartition(".")
-    layer = re.match(r"blk\.(\d+)\.(.+)$", module)
-    if layer:
-        return f"model.layers.{layer[1]}.{_LAYER_NAMES.get(layer[2], layer[2])}.{kind}"
-    return f"{_TOP_NAMES.get(module, module)}.{kind}"

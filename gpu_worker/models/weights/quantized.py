@@ -25,7 +25,7 @@ _SCALED_TYPES = ("F8", "F6", "F4")
 _PACKED = ("weight", "qweight", "weight_packed", "_blocks")
 _FORMATS = (
     "dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized",
-    "mixed-precision",
+    "mxfp8-quantized", "nvfp4-pack-quantized", "mixed-precision",
 )  # fmt: skip
 
 
@@ -145,7 +145,8 @@ def _compressed(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     sizes: list[int] = []
     for group in groups.values():
         weights = group.get("weights") or {}
-        if weights.get("group_size") is not None:
+        is_nvfp4 = (group.get("format") or settings.get("format")) == "nvfp4-pack-quantized"
+        if weights.get("group_size") is not None and not is_nvfp4:
             sizes.append(weights["group_size"])
         if weights.get("block_structure"):
             found["block"] = [int(size) for size in weights["block_structure"]]
@@ -165,6 +166,10 @@ _METHODS: dict[str, Callable[[str, Mapping[str, Any]], dict[str, Any]]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
     "modelopt FP8": _fp8,
+    # The format of each module follows from its tensors.
+    "modelopt NVFP4": lambda place, settings: {},
+    "modelopt W4A16_NVFP4": lambda place, settings: {},
+    "modelopt MIXED_PRECISION": lambda place, settings: {},
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed,

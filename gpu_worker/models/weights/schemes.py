@@ -1,6 +1,7 @@
-"""Reads matrices of quantized checkpoints: GPTQ, AWQ, compressed-tensors, float8 and MXFP4. A module's format follows
-from its tensors, so lists of unquantized modules need not be read: unquantized modules have a plain weight. Bits and
-group sizes follow from tensor shapes where possible; if config.json declares group sizes, each must be one of them.
+"""Reads matrices of quantized checkpoints: GPTQ, AWQ, compressed-tensors, ModelOpt, float8, MXFP4 and NVFP4. A
+module's format follows from its tensors, so lists of unquantized modules need not be read: unquantized modules have a
+plain weight. Bits and group sizes follow from tensor shapes where possible; if config.json declares group sizes, each
+must be one of them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from midstream.errors import ConfigError, UnsupportedError
 
 # Order of the eight columns in a word, as expected by AWQ's GEMM kernels.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,9 @@ def _compressed(module: Module, scheme: Scheme) -> Weight:
     packed, scale = module.get("weight_packed"), module.get("weight_scale")
     if packed.dtype == torch.uint8:
         if scale.dtype != torch.uint8:
-            raise UnsupportedError(f"{module.name}: packed weights with scales of {scale.dtype} (NVFP4)", field="model")
+            if module.has("weight_g_idx") or module.has("weight_zero_point"):
+                raise UnsupportedError(f"{module.name}: NVFP4 weights with weight_g_idx or zero points", field="model")
+            return _nvfp4(module, packed, scale, 1 / module.get("weight_global_scale").float())
         order = _input_order(module, "weight_g_idx", 2 * packed.shape[1], scale.shape[1])
         if order is not None:
             raise UnsupportedError(
@@ -151,6 +155,21 @@ def _compressed(module: Module, scheme: Scheme) -> Weight:
     if order is not None:
         levels = levels[:, order]
     return (int4_weight if num_bits == 4 else affine8_weight)(levels, scale, zero, order)
+
+
+def _nvfp4(module: Module, packed: Tensor, scale: Tensor, factor: Tensor) -> Weight:
+    """Return the matrix of E2M1 codes, two per byte, with a float8 scale for each 16 and a factor for all, rounded to
+    bfloat16: the kernels' formats have one scale of this precision for 32 weights.
+    """
+    if scale.dtype != torch.float8_e4m3fn or factor.numel() != 1:
+        raise UnsupportedError(
+            f"{module.name}: weights of four bits with {factor.numel()} factors and scales of {scale.dtype}",
+            field="model",
+        )
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+    groups = torch.unflatten(_E2M1[codes.int()], 1, (scale.shape[1], 16))
+    values = groups * (scale.float() * factor.view(()))[..., None]
+    return Weight("bf16", values.flatten(1).bfloat16(), codes.shape[1])
 
 
 def _input_order(module: Module, name: str, num_columns: int, num_groups: int) -> Tensor | None:
@@ -177,8 +196,12 @@ def _scaled(module: Module, scheme: Scheme) -> Weight:
         raise ConfigError(
             f"{module.name}.weight is of type {weight.dtype}, and there is no scale for it", field="model"
         )
-    if scale.dtype == torch.uint8:
-        raise UnsupportedError(f"{module.name}: float8 weights with exponent scales (MXFP8)", field="model")
+    if module.has("pre_quant_scale"):
+        raise UnsupportedError(f"{module.name}: inputs multiplied by pre_quant_scale (AWQ of ModelOpt)", field="model")
+    if weight.dtype == torch.uint8:
+        return _nvfp4(module, weight, scale, module.get("weight_scale_2").float())
+    if scale.dtype == torch.uint8:  # exponents (MXFP8)
+        scale = torch.exp2(scale.float() - 127)
     scale = _by_row(scale.float(), num_rows, num_columns, scheme)
     order = _input_order(module, "weight_g_idx", num_columns, scale.shape[1])
     if order is not None:

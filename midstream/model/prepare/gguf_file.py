@@ -5,6 +5,7 @@ memory is allocated for it.
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
@@ -23,6 +24,7 @@ _MAX_DIMS = 4
 _ALIGNMENT = 32
 _PART_NAME = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 _MAX_PARTS = 1000
+_F32, _MAX_VECTOR = 0, 1 << 16
 _STRING, _ARRAY = 8, 9
 # GGUF value type -> format character of `struct`.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -48,6 +50,19 @@ class GgufHead:
 
     metadata: Metadata
     tensors: dict[str, TensorEntry]
+
+
+def read_vector(path: Path, entry: TensorEntry) -> list[float]:
+    """Return the values of a small tensor of float32. Raises ConfigError if it has another type or is truncated."""
+    count = math.prod(entry.shape)
+    if entry.type != _F32 or count > _MAX_VECTOR:
+        raise ConfigError(f"the tensor {entry.name} must be a short vector of float32", field="model")
+    with path.open("rb") as file:
+        file.seek(entry.offset)
+        data = file.read(4 * count)
+    if len(data) < 4 * count:
+        raise ConfigError(f"the tensor {entry.name} is truncated", field="model")
+    return list(struct.unpack(f"<{count}f", data))
 
 
 def gguf_parts(file: Path) -> tuple[Path, ...]:

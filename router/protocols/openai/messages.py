@@ -6,7 +6,7 @@ import json
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
-from router.protocols.contents import add_image, add_text, check_arguments, image_of_url
+from router.protocols.contents import add_image, add_text, image_of_url
 from router.protocols.openai.body import Body
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -81,8 +81,5 @@ def _tool_call(call: Body) -> dict[str, object]:
     function = call.child("function")
     if function is None:
         raise InvalidArgumentError("must be an object", field=call.path("function"))
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        check_arguments(arguments, function.path("arguments"))
-    function_fields = {"name": function.text("name") or "", "arguments": arguments}
+    function_fields = {"name": function.text("name") or "", "arguments": function.get("arguments")}
     return {"id": call.text("id") or "", "type": "function", "function": function_fields}

@@ -48,7 +48,6 @@ from router.protocols.streaming import CompleteResponse, EventStream, StreamedRe
 
 _PATH = "/v1/responses"
 _PREFIX = "resp_"
-_CALLS = ("function_call", "custom_tool_call")
 _NS_PER_S = 1_000_000_000
 _MAX_LISTED, _LISTED = 100, 20
 _INCLUDE = ("include", "include[]")  # has no effect: there is no output of server tools
@@ -202,9 +201,7 @@ class ResponsesApi:
         if not stored.has_finished:
             raise InvalidArgumentError("has not ended yet", field="previous_response_id")
         writer = await self.replay(stored)
-        # A call that was cut off cannot be answered, and its arguments are not JSON.
-        output = (item for item in writer.items if item["status"] == "completed" or item["type"] not in _CALLS)
-        return [*stored.context, *stored.job.items, *output]
+        return [*stored.context, *stored.job.items, *writer.items]
 
     async def _with_references(self, body: Body) -> Body:
         """Return a body in which the referenced items replace the references to them, so that the new response does not

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
-from router.protocols.contents import add_image, add_text, check_arguments, image_of_url
+from router.protocols.contents import add_image, add_text, image_of_url
 from router.protocols.openai.body import Body
 
 Item = dict[str, object]
@@ -104,9 +104,7 @@ class Turns:
             elif kind == "reasoning":
                 self._assistant().reasoning_content += _reasoning(item)
             elif kind == "function_call":
-                arguments = item.text("arguments") or ""
-                check_arguments(arguments, item.path("arguments"))
-                self._call(item, arguments)
+                self._call(item, item.text("arguments") or "")
             elif kind == "custom_tool_call":
                 self._call(item, {"input": item.text("input") or ""})
             elif kind in ("function_call_output", "custom_tool_call_output"):

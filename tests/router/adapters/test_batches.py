@@ -126,6 +126,15 @@ async def test_a_batch_runs_each_line_once_and_below_interactive_requests(
     assert [item.id async for item in client.batches.list(limit=1)] == [batch.id]
 
 
+@pytest.mark.usefixtures("model")
+async def test_a_line_may_have_a_call_that_was_cut_off(client: openai.AsyncOpenAI) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city": "Kö'}}
+    result = {"role": "tool", "tool_call_id": "c", "content": "incomplete"}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}, result]
+    batch = await ended(client, await create(client, [line("a", messages=messages)]))
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 0)
+
+
 async def test_a_wrong_input_fails_as_a_whole_and_names_its_lines(client: openai.AsyncOpenAI) -> None:
     lines = [line("a"), line("a"), "{", line("b", stream=True), line("c").replace("/chat", "")]
     batch = await ended(client, await create(client, lines))

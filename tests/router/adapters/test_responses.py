@@ -476,7 +476,7 @@ async def test_half_of_a_surrogate_pair_in_arguments_is_replaced(
         ({"type": "custom"}, '{"inp', {"input": ""}),
     ],
 )
-async def test_a_call_that_is_cut_off_is_incomplete_and_left_out_of_the_conversation(
+async def test_a_call_that_is_cut_off_is_incomplete_and_can_be_answered(
     cluster: Cluster,
     client: openai.AsyncOpenAI,
     tokenizer: Tokenizer,
@@ -493,8 +493,18 @@ async def test_a_call_that_is_cut_off_is_incomplete_and_left_out_of_the_conversa
     events = await events_of(client, response.id)
     (done,) = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == item.to_dict()
-    follow = client.responses.create(model="smollm2", input="Go on", previous_response_id=response.id)
-    assert (await answered(cluster, follow, tokenizer.encode("x."), 1)).output_text == "x."
+    output: Any = {"type": f"{item.type}_output", "call_id": item.call_id, "output": "incomplete"}
+    sent: list[Any] = [item.to_dict(), output]
+    question = {"role": "user", "content": "?"}
+    turns: list[dict[str, Any]] = [
+        {"input": "Go on", "previous_response_id": response.id},
+        {"input": [output], "previous_response_id": response.id},
+        {"input": sent},
+        {"input": [*sent, question]},
+    ]
+    for number, turn in enumerate(turns, start=1):
+        follow = client.responses.create(model="smollm2", **turn)
+        assert (await answered(cluster, follow, tokenizer.encode("x."), number)).output_text == "x."
 
 
 async def test_structured_output_and_refusals(client: openai.AsyncOpenAI, cluster: Cluster) -> None:

@@ -40,14 +40,20 @@ ANTHROPIC_TOOLS: list[Any] = [
 ]
 
 
-async def scripted(cluster: Cluster, call: Awaitable[_T], request_id: str, ids: list[int]) -> _T:
+async def scripted(
+    cluster: Cluster,
+    call: Awaitable[_T],
+    request_id: str,
+    ids: list[int],
+    reason: pb.FinishReason.ValueType = pb.FINISH_REASON_STOP,
+) -> _T:
     """Return the result of a call while the model writes `ids`, one at a time."""
 
     async def write() -> None:
         await cluster.scheduler.until(lambda: request_id in cluster.scheduler.requests)
         for token in ids:
             cluster.scheduler.emit(request_id, [token])
-        cluster.scheduler.end(request_id, reason=pb.FINISH_REASON_STOP)
+        cluster.scheduler.end(request_id, reason=reason)
 
     return (await asyncio.gather(call, write()))[0]
 
@@ -148,3 +154,42 @@ async def test_anthropic(cluster: Cluster, tokenizer: Tokenizer, name: str) -> N
         assert (last.stop_reason, last.content[-1].type) == (
             ("end_turn", "thinking") if transcript.reasons_by == "deepseek_r1" else ("end_turn", "text")
         )
+
+
+async def test_a_call_that_was_cut_off_can_be_sent_back(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    router = await cluster.add_router(await cluster.add_detokenizer())
+    assert router.http is not None
+    name, url, cut = next(iter(SCHEMAS)), f"http://127.0.0.1:{router.http.port}", tokenizer.encode('{"city": "K')
+    messages: list[Any] = [{"role": "user", "content": ASKED}]
+    answer: Any
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+
+        def chat(request_id: str, **fields: Any) -> Any:
+            extra = {"request_id": request_id}
+            return client.chat.completions.create(model="smollm2", messages=messages, extra_body=extra, **fields)
+
+        choice = {"type": "function", "function": {"name": name}}
+        forced = chat("a", tools=OPENAI_TOOLS, tool_choice=choice)
+        answer = await scripted(cluster, forced, "a", cut, reason=pb.FINISH_REASON_LENGTH)
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.function.arguments == '{"city": "K'
+        messages += [answer.choices[0].message.to_dict(), {"role": "tool", "tool_call_id": call.id, "content": "cut"}]
+        answer = await scripted(cluster, chat("b"), "b", tokenizer.encode("Again."))
+        assert answer.choices[0].message.content == "Again."
+    del messages[1:]
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as claude:
+
+        def create(request_id: str, **fields: Any) -> Any:
+            extra = {"request_id": request_id}
+            return claude.messages.create(
+                model="smollm2", max_tokens=99, messages=messages, tools=ANTHROPIC_TOOLS, extra_body=extra, **fields
+            )
+
+        forced = create("c", tool_choice={"type": "tool", "name": name})
+        answer = await scripted(cluster, forced, "c", cut, reason=pb.FINISH_REASON_LENGTH)
+        (block,) = answer.content
+        assert answer.stop_reason == "max_tokens"
+        result = {"type": "tool_result", "tool_use_id": block.id, "content": "cut"}
+        messages += [{"role": "assistant", "content": [block.to_dict()]}, {"role": "user", "content": [result]}]
+        answer = await scripted(cluster, create("d"), "d", tokenizer.encode("Again."))
+        assert answer.content[0].text == "Again."

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models
 
-from detokenizer.incremental import DecoderFactory, StepFactory, decoder_factory
 from midstream.errors import ConfigError
 from midstream.model.folder import open_model_folder
 from midstream.model.tokenizer import Tokenizer
+from midstream.text.incremental import DecoderFactory, StepFactory, decoder_factory
 
 WORDS = ("the", "▁the", "▁", "a", "é", "日", "▁▁", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)))
 

@@ -7,10 +7,11 @@ or stop token are held back. The chunk for tokens [a, b) carries E(b) - E(a), ho
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
-from detokenizer.incremental import DecoderFactory, TextDecoder
-from detokenizer.stop_words import StopWords, StopWordScanner, stop_words
+from midstream.text.incremental import DecoderFactory, TextDecoder
+from midstream.text.stop_words import StopWords, StopWordScanner, stop_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,13 @@ class SequenceText:
     def stop_word(self) -> str | None:
         """The stop word that was found, or None."""
         return self._scanner.match if self._scanner else None
+
+    def copy(self) -> SequenceText:
+        """Return an independent copy in the same state."""
+        other = copy(self)
+        other._decoder = self._decoder.copy() if self._decoder else None
+        other._scanner = copy(self._scanner)
+        return other
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Process the next tokens, and return the text that becomes final.

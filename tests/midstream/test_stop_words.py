@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from detokenizer.stop_words import StopWords, StopWordScanner, stop_words
+from midstream.text.stop_words import StopWords, StopWordScanner, stop_words
 
 
 def naive(text: str, words: tuple[str, ...]) -> tuple[str, str | None]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import codecs
 import logging
 from collections.abc import Iterable, Set
+from copy import copy, deepcopy
 from typing import Any, Protocol
 
-from detokenizer.decoder_steps import Step, step_makers
 from midstream.model.token_bytes import byte_level_alphabet, byte_level_bytes, fallback_byte
 from midstream.model.tokenizer import Tokenizer
+from midstream.text.decoder_steps import Step, step_makers
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,9 @@ class TextDecoder(Protocol):
 
     def finish(self) -> str:
         """Return the remaining text, with U+FFFD for incomplete bytes; do not use the decoder afterwards."""
+
+    def copy(self) -> TextDecoder:
+        """Return an independent decoder in the same state."""
 
 
 class DecoderFactory(Protocol):
@@ -85,6 +89,9 @@ class _ByteLevelDecoder:
     def finish(self) -> str:
         return self._rest.decode("utf-8", "replace")
 
+    def copy(self) -> TextDecoder:
+        return copy(self)
+
 
 class ByteFallbackFactory:
     """Decoders for SentencePiece vocabularies: an entry is text with ▁ for a space, or <0xNN> for a single byte."""
@@ -122,6 +129,11 @@ class _ByteFallbackDecoder:
 
     def finish(self) -> str:
         return self._strip_first(self._end_run())
+
+    def copy(self) -> TextDecoder:
+        other = copy(self)
+        other._run = self._run[:]
+        return other
 
     def _end_run(self) -> str:
         run, self._run = bytes(self._run), bytearray()
@@ -168,6 +180,9 @@ class _StepDecoder:
             tokens = [piece for token in tokens for piece in step.push(token)]
             tokens += step.finish()
         return "".join(tokens)
+
+    def copy(self) -> TextDecoder:
+        return _StepDecoder(self._tokenizer, deepcopy(self._steps), self._hidden)
 
 
 def _fallback_piece(token: str | None) -> str | int | None:
