@@ -7,26 +7,34 @@ import sys
 import threading
 from collections.abc import Sequence
 
+import numpy as np
+
 from midstream.errors import MidstreamError
 from midstream.executor import (
-    BatchManager,
-    GenerationExecutor,
-    GenerationRequest,
+    Executor,
+    GptManager,
     InferenceRequest,
-    SamplingParams,
+    NamedTensor,
+    SchedulerConfig,
+    TrtGptModelType,
 )
-from midstream.extras import Tensor
+
+RIVER = np.array([[49, 4626, 314]], np.int32)  # A river is
+
+
+def request(request_id: int, max_new_tokens: int) -> InferenceRequest:
+    made = InferenceRequest(request_id)
+    made.input_ids = RIVER
+    made.max_new_tokens = np.array([[max_new_tokens]], np.int32)
+    made.is_streaming = max_new_tokens > 100
+    return made
 
 
 class Source:
     """Supplies two requests and stops the second once it has started."""
 
     def __init__(self) -> None:
-        short, endless = SamplingParams(max_tokens=8), SamplingParams(max_tokens=4000, ignore_eos=True)
-        self._waiting = [
-            InferenceRequest(1, GenerationRequest("A river is", short)),
-            InferenceRequest(2, GenerationRequest("On and on", endless, streaming=True)),
-        ]
+        self._waiting = [request(1, 8), request(2, 4000)]
         self._num_running = 2
         self._to_stop: set[int] = set()
         self.done = threading.Event()
@@ -35,11 +43,11 @@ class Source:
         given, self._waiting = self._waiting, []
         return given
 
-    def send_response(self, request_id: int, tensors: Sequence[Tensor], is_final: bool, error: str) -> None:
+    def send_response(self, request_id: int, tensors: Sequence[NamedTensor], is_final: bool, error: str) -> None:
         if request_id == 2:
             self._to_stop.add(request_id)
         if is_final:
-            shapes = {tensor.name: tensor.shape for tensor in tensors}
+            shapes = {item.name: tuple(item.tensor.shape) for item in tensors}
             print(f"request {request_id}: {error or 'output_ids of shape'} {shapes.get('output_ids', '')}")
             self._num_running -= 1
             if not self._num_running:
@@ -52,8 +60,18 @@ class Source:
 def main(address: str = "127.0.0.1:50051") -> None:
     source, stats = Source(), list[str]()
     with (
-        GenerationExecutor.create(address=address) as executor,
-        BatchManager(executor, source.get_requests, source.send_response, source.poll_stop_signals, stats.append),
+        Executor.connect(address) as executor,
+        # With a model's path instead of an executor, it starts services of its own.
+        GptManager(
+            executor,
+            TrtGptModelType.InflightFusedBatching,
+            1,
+            SchedulerConfig(),
+            source.get_requests,
+            source.send_response,
+            source.poll_stop_signals,
+            stats.append,
+        ),
     ):
         source.done.wait(60)
     if not stats:

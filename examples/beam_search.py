@@ -9,7 +9,7 @@ from midstream.executor import GenerationExecutor, SamplingParams
 
 
 def main(address: str = "127.0.0.1:50051") -> None:
-    narrow = SamplingParams(beam_width=2, num_return_sequences=1, max_tokens=12, logprobs=0)
+    narrow = SamplingParams(use_beam_search=True, best_of=2, n=1, max_tokens=12, logprobs=0)
     wide = SamplingParams(use_beam_search=True, n=4, length_penalty=1.0, early_stopping=0, max_tokens=12, logprobs=0)
     with GenerationExecutor.create(address=address) as executor:
         for result in executor.generate(["The capital of France is"] * 2, [narrow, wide]):

@@ -26,7 +26,7 @@ GUIDES = {
 
 
 def main(address: str = "127.0.0.1:50051") -> None:
-    params = [SamplingParams(seed=3, max_tokens=48, guided_decoding=guide) for guide in GUIDES.values()]
+    params = [SamplingParams(seed=3, top_p=1.0, max_tokens=48, guided_decoding=guide) for guide in GUIDES.values()]
     with GenerationExecutor.create(address=address) as executor:
         results = executor.generate(["Here is what you asked for: "] * len(params), params)
     for name, result in zip(GUIDES, results, strict=True):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 
 from midstream.errors import DeadlineError, MidstreamError
-from midstream.executor import GenerationExecutor, KvCacheRetentionConfig, SamplingParams, TokenRangeRetentionConfig
+from midstream.executor import GenerationExecutor, KvCacheRetentionConfig, SamplingParams
 
 SYSTEM = "You are a careful assistant who answers in full sentences and never guesses. " * 4
 
@@ -13,7 +14,9 @@ SYSTEM = "You are a careful assistant who answers in full sentences and never gu
 def main(address: str = "127.0.0.1:50051") -> None:
     params = SamplingParams(temperature=0, max_tokens=8)
     keep = KvCacheRetentionConfig(
-        token_range_retention_configs=[TokenRangeRetentionConfig(0, 64, priority=90, duration_ms=60_000)],
+        token_range_retention_configs=[
+            KvCacheRetentionConfig.TokenRangeRetentionConfig(0, 64, 90, timedelta(minutes=1))
+        ],
         decode_retention_priority=10,
     )
     with GenerationExecutor.create(address=address) as executor:
@@ -21,7 +24,7 @@ def main(address: str = "127.0.0.1:50051") -> None:
             result = executor.generate(
                 f"{SYSTEM}Say hello.",
                 params,
-                priority=50,
+                priority=0.75,
                 client_id=salt,
                 cache_salt=salt,
                 kv_cache_retention_config=keep,

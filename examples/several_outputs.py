@@ -9,7 +9,7 @@ from midstream.executor import GenerationExecutor, SamplingParams
 
 
 def main(address: str = "127.0.0.1:50051") -> None:
-    params = SamplingParams(n=3, seed=7, temperature=0.9, max_tokens=16)
+    params = SamplingParams(n=3, seed=7, temperature=0.9, top_p=1.0, max_tokens=16)
     with GenerationExecutor.create(address=address) as executor:
         first, again = executor.generate(["My favourite color is"] * 2, params)
         for output in first.outputs:

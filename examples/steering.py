@@ -18,7 +18,9 @@ def main(address: str = "127.0.0.1:50051") -> None:
             temperature=0, max_tokens=12, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5
         ),
         "no bigram twice": SamplingParams(temperature=0, max_tokens=12, no_repeat_ngram_size=2),
-        "top-p decays": SamplingParams(seed=1, max_tokens=12, top_p=0.95, top_p_decay=0.7, top_p_min=0.1),
+        "top-p decays": SamplingParams(
+            seed=1, temperature=1.0, max_tokens=12, top_p=0.95, top_p_decay=0.7, top_p_min=0.1
+        ),
     }
     with GenerationExecutor.create(address=address) as executor:
         for name, result in zip(ways, executor.generate([prompt] * len(ways), list(ways.values())), strict=True):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 
 from midstream.errors import MidstreamError
-from midstream.executor import GenerationExecutor, SamplingParams
-from midstream.extras import Tensor
+from midstream.executor import AdditionalModelOutput, GenerationExecutor, SamplingParams
 
 
-def show(name: str, tensor: Tensor | None) -> None:
-    assert tensor is not None
-    values = np.frombuffer(tensor.data, dtype=tensor.dtype).reshape(tensor.shape)
-    print(f"{name}: {tensor.dtype}{list(values.shape)}, from {values.min():.3f} to {values.max():.3f}")
+def show(name: str, tensor: Any) -> None:
+    values = np.asarray(tensor)  # a torch.Tensor, if torch is installed
+    print(f"{name}: {values.dtype}{list(values.shape)}, from {values.min():.3f} to {values.max():.3f}")
 
 
 def main(address: str = "127.0.0.1:50051") -> None:
@@ -23,7 +22,10 @@ def main(address: str = "127.0.0.1:50051") -> None:
         max_tokens=4,
         return_context_logits=True,
         return_generation_logits=True,
-        additional_model_outputs=[("hidden_states.30", True), "topk_logits.3"],
+        additional_model_outputs=[
+            AdditionalModelOutput("hidden_states.30", True),
+            AdditionalModelOutput("topk_logits.3"),
+        ],
         return_perf_metrics=True,
     )
     with GenerationExecutor.create(address=address) as executor:

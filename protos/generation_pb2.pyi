@@ -403,6 +403,7 @@ class SamplingConfig(google.protobuf.message.Message):
     NO_REPEAT_NGRAM_SIZE_FIELD_NUMBER: builtins.int
     NUM_RETURN_SEQUENCES_FIELD_NUMBER: builtins.int
     EMBEDDING_BIAS_FIELD_NUMBER: builtins.int
+    PENALIZE_PROMPT_FIELD_NUMBER: builtins.int
     beam_width: builtins.int
     """1 selects sampling, a higher value beam search with this number of beams. 1 to the router's max_beam_width (16),
     default 1.
@@ -450,6 +451,10 @@ class SamplingConfig(google.protobuf.message.Message):
     """Number of independent sequences, 1..128, default 1. With beam search, the number of beams to return, best first;
     default all. Tokens of the best beam are streamed once they are certain; the other beams are returned at the end.
     """
+    penalize_prompt: builtins.bool
+    """Whether presence_penalty and frequency_penalty count the tokens of the prompt as well; they may then be any finite
+    number.
+    """
     @property
     def embedding_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
         """Added to logits before penalties. Finite."""
@@ -476,9 +481,10 @@ class SamplingConfig(google.protobuf.message.Message):
         no_repeat_ngram_size: builtins.int | None = ...,
         num_return_sequences: builtins.int | None = ...,
         embedding_bias: collections.abc.Mapping[builtins.int, builtins.float] | None = ...,
+        penalize_prompt: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_beam_search_diversity_rate", b"_beam_search_diversity_rate", "_beam_width", b"_beam_width", "_early_stopping", b"_early_stopping", "_frequency_penalty", b"_frequency_penalty", "_length_penalty", b"_length_penalty", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_num_return_sequences", b"_num_return_sequences", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_top_p_decay", b"_top_p_decay", "_top_p_min", b"_top_p_min", "_top_p_reset_id", b"_top_p_reset_id", "beam_search_diversity_rate", b"beam_search_diversity_rate", "beam_width", b"beam_width", "early_stopping", b"early_stopping", "frequency_penalty", b"frequency_penalty", "length_penalty", b"length_penalty", "min_p", b"min_p", "min_tokens", b"min_tokens", "no_repeat_ngram_size", b"no_repeat_ngram_size", "num_return_sequences", b"num_return_sequences", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "top_p_decay", b"top_p_decay", "top_p_min", b"top_p_min", "top_p_reset_id", b"top_p_reset_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_beam_search_diversity_rate", b"_beam_search_diversity_rate", "_beam_width", b"_beam_width", "_early_stopping", b"_early_stopping", "_frequency_penalty", b"_frequency_penalty", "_length_penalty", b"_length_penalty", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_num_return_sequences", b"_num_return_sequences", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_top_p_decay", b"_top_p_decay", "_top_p_min", b"_top_p_min", "_top_p_reset_id", b"_top_p_reset_id", "beam_search_diversity_rate", b"beam_search_diversity_rate", "beam_width", b"beam_width", "early_stopping", b"early_stopping", "embedding_bias", b"embedding_bias", "frequency_penalty", b"frequency_penalty", "length_penalty", b"length_penalty", "min_p", b"min_p", "min_tokens", b"min_tokens", "no_repeat_ngram_size", b"no_repeat_ngram_size", "num_return_sequences", b"num_return_sequences", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "top_p_decay", b"top_p_decay", "top_p_min", b"top_p_min", "top_p_reset_id", b"top_p_reset_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_beam_search_diversity_rate", b"_beam_search_diversity_rate", "_beam_width", b"_beam_width", "_early_stopping", b"_early_stopping", "_frequency_penalty", b"_frequency_penalty", "_length_penalty", b"_length_penalty", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_num_return_sequences", b"_num_return_sequences", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_top_p_decay", b"_top_p_decay", "_top_p_min", b"_top_p_min", "_top_p_reset_id", b"_top_p_reset_id", "beam_search_diversity_rate", b"beam_search_diversity_rate", "beam_width", b"beam_width", "early_stopping", b"early_stopping", "embedding_bias", b"embedding_bias", "frequency_penalty", b"frequency_penalty", "length_penalty", b"length_penalty", "min_p", b"min_p", "min_tokens", b"min_tokens", "no_repeat_ngram_size", b"no_repeat_ngram_size", "num_return_sequences", b"num_return_sequences", "penalize_prompt", b"penalize_prompt", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "top_p_decay", b"top_p_decay", "top_p_min", b"top_p_min", "top_p_reset_id", b"top_p_reset_id"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_beam_search_diversity_rate", b"_beam_search_diversity_rate"]) -> typing.Literal["beam_search_diversity_rate"] | None: ...
     @typing.overload
@@ -532,6 +538,7 @@ class StoppingConfig(google.protobuf.message.Message):
     PAD_ID_FIELD_NUMBER: builtins.int
     IGNORE_EOS_FIELD_NUMBER: builtins.int
     INCLUDE_STOP_IN_OUTPUT_FIELD_NUMBER: builtins.int
+    STOP_WORD_TOKEN_IDS_FIELD_NUMBER: builtins.int
     end_id: builtins.int
     """Default: the model's end ids."""
     pad_id: builtins.int
@@ -560,6 +567,12 @@ class StoppingConfig(google.protobuf.message.Message):
         256 tokens each.
         """
 
+    @property
+    def stop_word_token_ids(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenIds]:
+        """Token sequences that end the sequence with their last token, even if they begin in the prompt. They stay in the
+        output. At most 64, of 1 to 256 tokens each. Not supported in beam search.
+        """
+
     def __init__(
         self,
         *,
@@ -571,9 +584,10 @@ class StoppingConfig(google.protobuf.message.Message):
         pad_id: builtins.int | None = ...,
         ignore_eos: builtins.bool = ...,
         include_stop_in_output: builtins.bool = ...,
+        stop_word_token_ids: collections.abc.Iterable[global___TokenIds] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_end_id", b"_end_id", "_pad_id", b"_pad_id", "end_id", b"end_id", "pad_id", b"pad_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_end_id", b"_end_id", "_pad_id", b"_pad_id", "bad_word_token_ids", b"bad_word_token_ids", "bad_words", b"bad_words", "end_id", b"end_id", "ignore_eos", b"ignore_eos", "include_stop_in_output", b"include_stop_in_output", "pad_id", b"pad_id", "stop_token_ids", b"stop_token_ids", "stop_words", b"stop_words"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_end_id", b"_end_id", "_pad_id", b"_pad_id", "bad_word_token_ids", b"bad_word_token_ids", "bad_words", b"bad_words", "end_id", b"end_id", "ignore_eos", b"ignore_eos", "include_stop_in_output", b"include_stop_in_output", "pad_id", b"pad_id", "stop_token_ids", b"stop_token_ids", "stop_word_token_ids", b"stop_word_token_ids", "stop_words", b"stop_words"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_end_id", b"_end_id"]) -> typing.Literal["end_id"] | None: ...
     @typing.overload

@@ -238,6 +238,7 @@ class RecordedRequest(google.protobuf.message.Message):
     EARLY_STOPPING_FIELD_NUMBER: builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     STOP_WORDS_FIELD_NUMBER: builtins.int
+    STOP_SEQUENCES_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     max_tokens: builtins.int
     num_sequences: builtins.int
@@ -274,6 +275,8 @@ class RecordedRequest(google.protobuf.message.Message):
     def stop_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Of a beam search."""
 
+    @property
+    def stop_sequences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RecordedTokens]: ...
     def __init__(
         self,
         *,
@@ -307,9 +310,10 @@ class RecordedRequest(google.protobuf.message.Message):
         early_stopping: builtins.int = ...,
         num_draft_tokens: builtins.int = ...,
         stop_words: collections.abc.Iterable[builtins.str] | None = ...,
+        stop_sequences: collections.abc.Iterable[global___RecordedTokens] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_deadline_ns", b"_deadline_ns", "_decode_duration_ns", b"_decode_duration_ns", "deadline_ns", b"deadline_ns", "decode_duration_ns", b"decode_duration_ns"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_deadline_ns", b"_deadline_ns", "_decode_duration_ns", b"_decode_duration_ns", "arrival_ns", b"arrival_ns", "attached_bytes", b"attached_bytes", "beam_diversity_rate", b"beam_diversity_rate", "beam_width", b"beam_width", "cache_salt", b"cache_salt", "client_id", b"client_id", "deadline_ns", b"deadline_ns", "decode_duration_ns", b"decode_duration_ns", "decode_priority", b"decode_priority", "digest", b"digest", "early_stopping", b"early_stopping", "is_cacheable", b"is_cacheable", "is_detached", b"is_detached", "length_penalty", b"length_penalty", "lora_bytes", b"lora_bytes", "lora_key", b"lora_key", "lora_name", b"lora_name", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_draft_tokens", b"num_draft_tokens", "num_sequences", b"num_sequences", "num_virtual_tokens", b"num_virtual_tokens", "priority", b"priority", "prompt", b"prompt", "prompt_key", b"prompt_key", "request_id", b"request_id", "retention", b"retention", "stop_token_ids", b"stop_token_ids", "stop_words", b"stop_words", "tensor_bytes", b"tensor_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_deadline_ns", b"_deadline_ns", "_decode_duration_ns", b"_decode_duration_ns", "arrival_ns", b"arrival_ns", "attached_bytes", b"attached_bytes", "beam_diversity_rate", b"beam_diversity_rate", "beam_width", b"beam_width", "cache_salt", b"cache_salt", "client_id", b"client_id", "deadline_ns", b"deadline_ns", "decode_duration_ns", b"decode_duration_ns", "decode_priority", b"decode_priority", "digest", b"digest", "early_stopping", b"early_stopping", "is_cacheable", b"is_cacheable", "is_detached", b"is_detached", "length_penalty", b"length_penalty", "lora_bytes", b"lora_bytes", "lora_key", b"lora_key", "lora_name", b"lora_name", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_draft_tokens", b"num_draft_tokens", "num_sequences", b"num_sequences", "num_virtual_tokens", b"num_virtual_tokens", "priority", b"priority", "prompt", b"prompt", "prompt_key", b"prompt_key", "request_id", b"request_id", "retention", b"retention", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "stop_words", b"stop_words", "tensor_bytes", b"tensor_bytes"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_deadline_ns", b"_deadline_ns"]) -> typing.Literal["deadline_ns"] | None: ...
     @typing.overload

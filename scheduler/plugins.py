@@ -2,9 +2,9 @@
 
 A package registers a scheduler in the entry point group `midstream.schedulers`. The scheduler is a class derived from
 RequestScheduler; from CapacityScheduler or MicroBatchScheduler, to be combined with a built-in policy of the other
-kind; or from RequestListScheduler, a capacity policy that gets all active requests at once. Except for a
-RequestListScheduler, the class is constructed without arguments. Exceptions of an installed scheduler are survived (see
-guarded_scheduler.py).
+kind; and is constructed without arguments. Or it is derived from one of TensorRT-LLM's classes in
+scheduler/list_schedulers.py, which get all active requests at once. Exceptions of an
+installed scheduler are survived (see guarded_scheduler.py).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from midstream.errors import ConfigError
-from scheduler.core.active_requests import RequestListCapacity, RequestListScheduler
 from scheduler.core.capacity_scheduler import CAPACITY_SCHEDULERS, CapacityScheduler
 from scheduler.core.guarded_scheduler import GuardedScheduler
 from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS, MicroBatchScheduler
 from scheduler.core.request_scheduler import RequestScheduler, SimpleScheduler
+from scheduler.list_schedulers import connect
 
 ENTRY_POINT_GROUP = "midstream.schedulers"
 
@@ -52,8 +52,9 @@ def _load_plugin(name: str) -> RequestScheduler | CapacityScheduler | MicroBatch
             field="scheduler_plugin",
         )
     offered = found[name].load()
-    if isinstance(offered, type) and issubclass(offered, RequestListScheduler):
-        return RequestListCapacity(offered)
+    plugin = connect(offered) if isinstance(offered, type) else None
+    if plugin is not None:
+        return plugin
     plugin = offered()
     if not isinstance(plugin, RequestScheduler | CapacityScheduler | MicroBatchScheduler):
         raise ConfigError(f"{name!r} is a {type(plugin).__name__}, not a scheduler", field="scheduler_plugin")

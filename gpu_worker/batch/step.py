@@ -40,6 +40,7 @@ class SamplingParams:
 
     Attributes:
         end_ids: Tokens that must not be sampled before `min_tokens` output tokens.
+        penalize_prompt: Whether presence and frequency penalties count the tokens of the prompt as well.
         embedding_bias: (token id, value added to its logit).
         no_repeat_ngram_size: Size of n-grams that must not occur twice; 0 means no such limit.
         top_p_decay, top_p_min, top_p_reset_id: Per-token decay of top_p; a reset id of -1 means none.
@@ -60,6 +61,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    penalize_prompt: bool = False
     embedding_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     no_repeat_ngram_size: int = 0

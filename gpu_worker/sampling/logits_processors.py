@@ -159,8 +159,8 @@ def _penalize(logits: Tensor, state: Rows, rows: IntArray, places: list[int], be
         penalized = torch.where(values > 0, values / repetition, values * repetition)
         _write(logits, places_seen, bounded(penalized, is_banned=values.isneginf()), before)
     if any(item.presence_penalty or item.frequency_penalty for item in sampling):
-        is_output = is_known & (positions >= state.prompt_lengths[at][:, None])
-        emitted, counts = np.unique(keys[is_output], return_counts=True)
+        first = np.where([item.penalize_prompt for item in sampling], 0, state.prompt_lengths[at])
+        emitted, counts = np.unique(keys[is_known & (positions >= first[:, None])], return_counts=True)
         places_emitted = send(emitted, device)
         penalty = spread([item.presence_penalty for item in sampling], emitted)
         penalty += spread([item.frequency_penalty for item in sampling], emitted) * send(counts, device)

@@ -14,11 +14,13 @@ for which it was called fails.
 
 from __future__ import annotations
 
+import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
+from multiprocessing.connection import Client, Connection
 
 import numpy as np
 import torch
@@ -64,6 +66,46 @@ class BatchedLogitsPostProcessor(ABC):
         """
 
 
+class ClientPostProcessor(BatchedLogitsPostProcessor):
+    """A function of the process that has started this worker: each call goes to its socket (see
+    midstream/executor/post_processor_server.py).
+    """
+
+    def __init__(self, name: str, socket: str) -> None:
+        """Store the function's name and the path of the socket, to which the first call connects."""
+        self._name, self._socket = name, socket
+        self._connection: Connection | None = None
+
+    def process(
+        self, logits: Tensor, tokens: Sequence[NDArray[np.int32]], client_ids: Sequence[str], request_ids: Sequence[str]
+    ) -> Tensor:
+        """Return the function's logits.
+
+        Raises:
+            ExecutionError: The function raised an exception.
+            OSError: The process does not exist any more.
+        """
+        header = {
+            "name": self._name,
+            "request_ids": list(request_ids),
+            "tokens": [known.tolist() for known in tokens],
+            "shape": list(logits.shape),
+        }
+        if self._connection is None:
+            self._connection = Client(self._socket, "AF_UNIX")
+        try:
+            self._connection.send_bytes(json.dumps(header).encode())
+            self._connection.send_bytes(logits.cpu().numpy().tobytes())
+            error = json.loads(self._connection.recv_bytes())["error"]
+            changed = b"" if error else self._connection.recv_bytes()
+        except (OSError, EOFError):
+            self._connection = None
+            raise
+        if error:
+            raise ExecutionError(error)
+        return torch.frombuffer(bytearray(changed), dtype=torch.float32).reshape(logits.shape).to(logits.device)
+
+
 PostProcessor = LogitsPostProcessor | BatchedLogitsPostProcessor
 
 
@@ -83,18 +125,24 @@ def load_post_processors(named: str = "") -> dict[str, PostProcessor]:
     """Return the post-processors of all installed packages and of the setting, by name.
 
     Args:
-        named: Comma-separated entries `NAME=module:Class`, which override others of the same name.
+        named: Comma-separated entries `NAME=module:Class`, which override others of the same name; or
+            `NAME=unix:PATH`, a function of the process that serves this socket.
 
     Raises:
         ConfigError: A post-processor cannot be loaded, or its class is not derived from one of the base classes.
     """
     offered = {entry_point.name: entry_point for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
+    functions: dict[str, PostProcessor] = {}
     for item in filter(None, named.split(",")):
         name, _, place = item.partition("=")
         if not name or ":" not in place:
             raise ConfigError(f"{item!r} is not NAME=module:Class", field="logits_post_processors")
-        offered[name] = EntryPoint(name, place, ENTRY_POINT_GROUP)
-    return {name: _load(entry_point) for name, entry_point in offered.items()}
+        kind, _, path = place.partition(":")
+        if kind == "unix":
+            functions[name] = ClientPostProcessor(name, path)
+        else:
+            offered[name] = EntryPoint(name, place, ENTRY_POINT_GROUP)
+    return {name: _load(entry_point) for name, entry_point in offered.items()} | functions
 
 
 def _load(entry_point: EntryPoint) -> PostProcessor:

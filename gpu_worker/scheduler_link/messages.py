@@ -141,6 +141,7 @@ def _sampling(message: worker_pb2.AddSequence) -> SamplingParams:
         repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
+        penalize_prompt=sampling.penalize_prompt,
         embedding_bias=tuple(sorted(sampling.embedding_bias.items())),
         bad_words=tuple(tuple(word.values) for word in message.bad_words),
         no_repeat_ngram_size=sampling.no_repeat_ngram_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
@@ -27,7 +28,9 @@ class SamplingParams:
         temperature: Sampling temperature; 0 is greedy.
         seed: The same seed gives the same output.
         stop: Text or texts that end a sequence; the output includes them only with include_stop_in_output.
+        penalize_prompt: Whether presence_penalty and frequency_penalty count the tokens of the prompt as well.
         stop_token_ids: Tokens that end a sequence.
+        stop_word_token_ids: Sequences of tokens that end a sequence; the output includes them.
         bad_words: Text or texts that may not be generated, with and without a leading space.
         bad_word_token_ids: Forbidden sequences of tokens.
         end_id: Token that ends a sequence, instead of the model's end ids.
@@ -62,9 +65,11 @@ class SamplingParams:
     early_stopping: int | None = None
     no_repeat_ngram_size: int | None = None
     num_return_sequences: int | None = None
+    penalize_prompt: bool = False
     embedding_bias: Mapping[int, float] | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    stop_word_token_ids: Sequence[Sequence[int]] = ()
     bad_words: str | Sequence[str] = ()
     bad_word_token_ids: Sequence[Sequence[int]] = ()
     end_id: int | None = None
@@ -102,6 +107,8 @@ class SamplingParams:
             request.stopping.bad_words.extend(words_of(self.bad_words))
         with naming("bad_word_token_ids"):
             request.stopping.bad_word_token_ids.extend(pb.TokenIds(values=ids) for ids in self.bad_word_token_ids)
+        with naming("stop_word_token_ids"):
+            request.stopping.stop_word_token_ids.extend(pb.TokenIds(values=ids) for ids in self.stop_word_token_ids)
         with naming("additional_outputs"):
             for name, gathers in (self.additional_outputs or {}).items():
                 request.output.additional_outputs.add(name=name, gather_context=gathers)
@@ -143,7 +150,7 @@ _OUTPUT_FIELDS = sorted(_OWN_FIELDS.intersection(pb.OutputConfig.DESCRIPTOR.fiel
 
 
 class Array(Protocol):
-    """The part of numpy's array interface that is used here."""
+    """The part of numpy's array interface that is used here; a torch.Tensor will do, too."""
 
     @property
     def dtype(self) -> object:
@@ -164,8 +171,12 @@ def tensor_of(values: Array, field: str) -> pb.Tensor:
         InvalidArgumentError: The value is not an array, or its type is not supported.
     """
     with naming(field):
-        dtype = f"DTYPE_{values.dtype}".upper()
-        return pb.Tensor(dtype=pb.Tensor.Dtype.Value(dtype), shape=values.shape, data=values.tobytes())
+        dtype, shape = str(values.dtype).removeprefix("torch."), values.shape
+        if "torch" in sys.modules and isinstance(values, sys.modules["torch"].Tensor):
+            # As bytes, since numpy has no bfloat16.
+            values = values.detach().cpu().reshape(-1).view(sys.modules["torch"].uint8).numpy()
+        dtype = f"DTYPE_{dtype}".upper()
+        return pb.Tensor(dtype=pb.Tensor.Dtype.Value(dtype), shape=shape, data=values.tobytes())
 
 
 def set_input(

@@ -125,7 +125,11 @@ class WorkerConfig(ServiceConfig):
         "0: unused.",
     )
     lora_max_adapter_size: int = setting(64, "Maximum adapter rank.")
-    logits_post_processors: str = setting("", "Additional logits post-processors: comma-separated NAME=module:Class.")
+    logits_post_processors: str = setting(
+        "",
+        "Additional logits post-processors: comma-separated NAME=module:Class, or NAME=unix:PATH for a function of the "
+        "process that serves this socket.",
+    )
     replicate_post_processors: bool = setting(
         False, "Call post-processors on all tensor ranks of a group's first stage; only rank 0's result is used."
     )

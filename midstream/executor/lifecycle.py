@@ -1,12 +1,8 @@
-"""The life-cycle states of a request, and its statistics."""
+"""The life-cycle states of a request."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
-
-from google.protobuf.json_format import MessageToDict
 
 from protos import stats_pb2 as pb
 
@@ -34,38 +30,8 @@ _STATES: dict[int, RequestState] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class RequestStats:
-    """A request's state and statistics as known to the scheduler.
-
-    Attributes:
-        id: Id that the executor gave the request.
-        state: The request's life-cycle state.
-        context_prefill_position: Number of prompt tokens that are computed or in a step in flight.
-        num_generated_tokens: Number of generated tokens, over all sequences.
-        fields: All fields, with TensorRT-LLM's JSON names.
-    """
-
-    id: int
-    state: RequestState
-    context_prefill_position: int
-    num_generated_tokens: int
-    fields: Mapping[str, object]
-
-    @staticmethod
-    def from_proto(request_id: int, stats: pb.RequestStats) -> RequestStats:
-        """Build this from the protobuf message."""
-        fields = MessageToDict(stats, always_print_fields_with_no_presence=True)
-        return RequestStats(
-            request_id,
-            _state(stats),
-            stats.context_prefill_position,
-            stats.num_generated_tokens,
-            {**fields, "id": request_id},
-        )
-
-
-def _state(stats: pb.RequestStats) -> RequestState:
+def state_of(stats: pb.RequestStats) -> RequestState:
+    """Return a request's state from its statistics."""
     state = _STATES[stats.stage]
     if state is RequestState.FINISHED and stats.is_aborted:
         return RequestState.ABORTED

@@ -1,260 +1,231 @@
-"""Requests to the executor. The names are TensorRT-LLM's; each field maps to a field of the native request."""
+"""TensorRT-LLM's `Request`, and its conversion to the service's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
+from datetime import timedelta
+from typing import Any, ClassVar
 
-from midstream.client import request as native
-from midstream.client.features import Drafts
+from midstream.client.request import naming, set_fields, tensor_of
 from midstream.errors import InvalidArgumentError, UnsupportedError
-from midstream.executor.sampling_params import SamplingParams
+from midstream.executor.enums import RequestType
+from midstream.executor.output_config import OutputConfig
+from midstream.executor.request_parts import (
+    ContextPhaseParams,
+    DraftTargetDecodingConfig,
+    EagleConfig,
+    ExternalDraftTokensConfig,
+    GuidedDecodingParams,
+    KvCacheRetentionConfig,
+    LookaheadDecodingConfig,
+    LoraConfig,
+    MropeConfig,
+    MultimodalInput,
+    NGramDecodingConfig,
+    PromptTuningConfig,
+    milliseconds,
+)
+from midstream.executor.sampling_config import SamplingConfig
+from midstream.executor.tensors import AnyTensor, bias_of, values_of
 from protos import generation_pb2 as pb
 
-_KEEP_PRIORITY = 100
+BATCHED_POST_PROCESSOR_NAME = "batched"
+DYNAMIC_POST_PROCESSOR_NAME = "dynamic"
+DEFAULT_PRIORITY = 0.5
+_PRIORITY_SCALE = 200  # from 0..1 to -100..100
+
+# Changes a request's logits [1, beams, vocab_size] in place, or returns new ones. The other arguments are the request's
+# id, the tokens of each beam, the stream (0), and the client's id.
+LogitsPostProcessor = Callable[[int, Any, list[list[int]], int, int | None], Any]
+
+# Fields for features that the service lacks, with what to do instead.
+_UNSUPPORTED = {
+    "mrope_config": "the service computes multimodal positions itself; leave it out",
+    "encoder_input_token_ids": "encoder-decoder models are not supported",
+    "encoder_input_features": "encoder-decoder models are not supported; pass an encoder's output as "
+    "multimodal_embedding",
+    "encoder_output_length": "encoder-decoder models are not supported",
+    "cross_attention_mask": "encoder-decoder models are not supported",
+    "skip_cross_attn_blocks": "encoder-decoder models are not supported",
+    "context_phase_params": "disaggregated serving is not supported; send the whole request",
+    "eagle_config": "EAGLE is not supported; use DraftTargetDecodingConfig or LookaheadDecodingConfig",
+    "language_adapter_uid": "language adapters are not supported; use lora_config",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class LoRARequest:
-    """A LoRA adapter; it is loaded from `lora_path`, a folder in PEFT's format, unless the service already has it."""
-
-    lora_name: str
-    lora_int_id: int = 0
-    lora_path: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptAdapterRequest:
-    """A prompt-tuning adapter; it is loaded from `prompt_adapter_local_path` unless the service already has it."""
-
-    prompt_adapter_name: str
-    prompt_adapter_id: int = 0
-    prompt_adapter_local_path: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRangeRetentionConfig:
-    """Retention of the cached blocks of a range of the prompt.
-
-    Attributes:
-        token_start: First token.
-        token_end: One past the last token; None means the end of the prompt.
-        priority: 0..100; blocks of lower priority are evicted first. The default is 35.
-        duration_ms: How long the priority applies; None means until the block is evicted.
-    """
-
-    token_start: int
-    token_end: int | None = None
-    priority: int = 35
-    duration_ms: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvCacheRetentionConfig:
-    """Cached blocks to keep for longer: those of the first `max_tokens` prompt tokens, or of ranges of the prompt."""
-
-    max_tokens: int | None = None
-    token_range_retention_configs: Sequence[TokenRangeRetentionConfig] = ()
-    decode_retention_priority: int | None = None
-    decode_duration_ms: int | None = None
-
-    def to_proto(self) -> pb.KvRetentionConfig:
-        """Convert the settings to their message."""
-        config = pb.KvRetentionConfig(
-            decode_priority=self.decode_retention_priority, decode_duration_ms=self.decode_duration_ms
-        )
-        ranges = list(self.token_range_retention_configs)
-        if self.max_tokens is not None:
-            ranges.append(TokenRangeRetentionConfig(0, self.max_tokens, _KEEP_PRIORITY))
-        for item in ranges:
-            config.token_ranges.add(
-                start=item.token_start, end=item.token_end, priority=item.priority, duration_ms=item.duration_ms
-            )
-        return config
-
-
-@dataclass(frozen=True, slots=True)
-class NGramDecodingConfig:
-    """Prompt lookup: drafts are the tokens that followed an earlier occurrence of the last tokens.
-
-    Attributes:
-        max_draft_len: Number of draft tokens per step, 1..16.
-        max_matching_ngram_size: Maximum number of last tokens to match.
-    """
-
-    max_draft_len: int = 4
-    max_matching_ngram_size: int = 3
-
-    def to_proto(self) -> pb.SpeculativeConfig:
-        """Convert the settings to their message."""
-        return Drafts("prompt_lookup", self.max_draft_len, self.max_matching_ngram_size).to_proto()
-
-
-@dataclass(frozen=True, slots=True)
-class DraftTargetDecodingConfig:
-    """Drafts proposed by the workers' draft model, 1 to 16 tokens per step."""
-
-    max_draft_len: int = 4
-
-    def to_proto(self) -> pb.SpeculativeConfig:
-        """Convert the settings to their message."""
-        return Drafts("draft_model", self.max_draft_len).to_proto()
-
-
-@dataclass(frozen=True, slots=True)
-class MultimodalParams:
-    """Output of a multimodal encoder.
-
-    Attributes:
-        multimodal_data: `{"multimodal_embedding": array}`, [tokens, hidden size]. Token id vocabulary size + i in the
-            prompt stands for row i; a prompt without such ids begins with all rows.
-    """
-
-    multimodal_data: Mapping[str, native.Array] = field(default_factory=dict)
-
-    @property
-    def embedding(self) -> native.Array | None:
-        """The embeddings.
-
-        Raises:
-            UnsupportedError: Raw media were given, which require an encoder.
-        """
-        unknown = self.multimodal_data.keys() - {"multimodal_embedding"}
-        if unknown:
-            raise UnsupportedError(
-                f"no encoder for {', '.join(sorted(unknown))}; pass its output as multimodal_embedding",
-                field="multimodal_params",
-            )
-        return self.multimodal_data.get("multimodal_embedding")
-
-
-@dataclass(slots=True)
-class GenerationRequest:
+@dataclass(slots=True, eq=False)
+class Request:
     """One request.
 
     Attributes:
-        prompt_token_ids: Prompt tokens, or text; None if `prompt_embeddings` is set.
-        sampling_params: Sampling parameters.
-        max_tokens: Overrides `max_tokens` of `sampling_params`.
-        query_token_ids: Tokens appended to `prompt_token_ids`. Requests with the same prompt and different queries
-            share the prompt's KV blocks.
-        streaming: Whether to return output as it is generated; otherwise it is returned once per sequence, at its end.
-        multimodal_params: Output of a multimodal encoder; sets `prompt_tuning_table`.
-        arrival_time: Seconds since the epoch; None means the time when the router receives the request.
-        client_id: The client that sends the request, for fairness and logits post-processors.
-        timeout_s: Deadline in seconds.
-        prompt_tuning_table: Virtual tokens [count, hidden size], such as a numpy array of float32 or float16; token id
-            vocabulary size + i stands for row i, and a prompt without such ids begins with all rows.
-        prompt_embeddings: The whole prompt [tokens, hidden size], as an array of the same kinds.
-        speculative_config: Speculative decoding, which changes only the speed.
-        id: Id of the request, assigned by the executor.
+        input_token_ids: The prompt.
+        max_tokens: Maximum number of tokens to generate.
+        streaming: Whether there is a response for each new token; otherwise there is one for each sequence, at its end.
+        end_id: The token that ends a sequence; None or -1 means none.
+        stop_words: Lists of tokens that end a sequence; they remain in the output.
+        embedding_bias: Values to add to the logits [vocab_size].
+        external_draft_tokens_config: The client's drafts, or how the workers make drafts.
+        multimodal_embedding: Output of a multimodal encoder, as in PromptTuningConfig.
+        logits_post_processor_name: A post-processor of LogitsPostProcessorConfig, or one registered in the workers;
+            BATCHED_POST_PROCESSOR_NAME is `processor_batched`.
+        logits_post_processor: A function of this process, for an executor that has started its services.
+        client_id: The client that sends the request; it is returned with responses and passed to post-processors.
+        return_all_generated_tokens: Whether each streamed response carries all tokens so far.
+        priority: 0..1; requests of higher priority run sooner.
+        num_return_sequences: Number of sequences, if `sampling_config` does not set it.
+        allotted_time_ms: Time after which the request ends with the finish reason TIMED_OUT.
+        cache_salt_id: Requests share cached blocks only with requests that have the same salt.
     """
 
-    prompt_token_ids: Sequence[int] | str | None
-    sampling_params: SamplingParams = field(default_factory=SamplingParams)
-    max_tokens: int | None = None
-    query_token_ids: Sequence[int] | None = None
-    lora_request: LoRARequest | None = None
-    prompt_adapter_request: PromptAdapterRequest | None = None
+    BATCHED_POST_PROCESSOR_NAME: ClassVar[str] = BATCHED_POST_PROCESSOR_NAME
+
+    input_token_ids: Sequence[int]
+    max_tokens: int
     streaming: bool = False
+    sampling_config: SamplingConfig = field(default_factory=SamplingConfig)
+    output_config: OutputConfig = field(default_factory=OutputConfig)
+    end_id: int | None = None
+    pad_id: int | None = None
+    position_ids: Sequence[int] | None = None
+    bad_words: Sequence[Sequence[int]] | None = None
+    stop_words: Sequence[Sequence[int]] | None = None
+    embedding_bias: AnyTensor | None = None
+    external_draft_tokens_config: ExternalDraftTokensConfig | NGramDecodingConfig | DraftTargetDecodingConfig | None = (
+        None
+    )
+    prompt_tuning_config: PromptTuningConfig | None = None
+    multimodal_input: MultimodalInput | None = None
+    multimodal_embedding: AnyTensor | None = None
+    mrope_config: MropeConfig | None = None
+    lora_config: LoraConfig | None = None
+    lookahead_config: LookaheadDecodingConfig | None = None
     kv_cache_retention_config: KvCacheRetentionConfig | None = None
-    multimodal_params: MultimodalParams | None = None
-    arrival_time: float | None = None
-    priority: int = 0
-    client_id: str = ""
-    cache_salt: str = ""
-    timeout_s: float | None = None
-    prompt_tuning_table: native.Array | None = None
-    prompt_embeddings: native.Array | None = None
-    speculative_config: NGramDecodingConfig | DraftTargetDecodingConfig | None = None
-    id: int = 0
+    logits_post_processor_name: str | None = None
+    logits_post_processor: LogitsPostProcessor | None = None
+    encoder_input_token_ids: Sequence[int] | None = None
+    client_id: int | None = None
+    return_all_generated_tokens: bool = False
+    priority: float = DEFAULT_PRIORITY
+    type: InitVar[RequestType] = RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION
+    context_phase_params: ContextPhaseParams | None = None
+    encoder_input_features: AnyTensor | None = None
+    encoder_output_length: int | None = None
+    cross_attention_mask: AnyTensor | None = None
+    num_return_sequences: int | None = None
+    eagle_config: EagleConfig | None = None
+    skip_cross_attn_blocks: AnyTensor | None = None
+    guided_decoding_params: GuidedDecodingParams | None = None
+    language_adapter_uid: int | None = None
+    allotted_time_ms: timedelta | None = None
+    cache_salt_id: int | None = None
+    request_type: RequestType = field(init=False)
 
-    def to_proto(self) -> pb.GenerateRequest:
-        """Return the native request, without its id.
-
-        Raises:
-            InvalidArgumentError: A value is invalid for its field. The router checks ranges.
-        """
-        request = pb.GenerateRequest()
-        native.set_fields(
-            request,
-            streaming=self.streaming,
-            priority=self.priority,
-            client_id=self.client_id,
-            cache_salt=self.cache_salt,
-        )
-        self._set_input(request)
-        self.sampling_params.fill(request)
-        native.set_fields(request, max_tokens=self.max_tokens)
-        if self.lora_request is not None:
-            with native.naming("lora_request"):
-                request.lora.name = self.lora_request.lora_name
-                request.lora.path = _absolute(self.lora_request.lora_path)
-        if self.prompt_adapter_request is not None:
-            with native.naming("prompt_adapter_request"):
-                request.prompt_tuning.name = self.prompt_adapter_request.prompt_adapter_name
-                request.prompt_tuning.path = _absolute(self.prompt_adapter_request.prompt_adapter_local_path)
-        if self.kv_cache_retention_config is not None:
-            with native.naming("kv_cache_retention_config"):
-                request.kv_retention.CopyFrom(self.kv_cache_retention_config.to_proto())
-        if self.speculative_config is not None:
-            request.speculative.CopyFrom(self.speculative_config.to_proto())
-        if self.arrival_time is not None:
-            with native.naming("arrival_time"):
-                request.arrival_time_unix_ns = int(self.arrival_time * 1e9)
-        return request
+    def __post_init__(self, type: RequestType) -> None:  # noqa: A002 (TensorRT-LLM's name)
+        self.request_type = type
 
     @property
     def is_beam_search(self) -> bool:
-        """Whether this is a beam search, whose beams are all returned together at the end."""
-        params = self.sampling_params
-        return (params.beam_width or (params.n if params.use_beam_search else None) or 1) > 1
+        """Whether this is a beam search, whose beams are all returned together."""
+        return self.sampling_config.beam_width > 1
 
     @property
-    def known_token_ids(self) -> list[int]:
-        """The tokens of the prompt; empty if it is text or embeddings."""
-        prompt = self.prompt_token_ids
-        return [] if prompt is None or isinstance(prompt, str) else [*prompt, *(self.query_token_ids or ())]
+    def num_sequences(self) -> int:
+        """Number of sequences to return, each in its own responses; 1 in a beam search."""
+        if self.is_beam_search:
+            return 1
+        return self.sampling_config.num_return_sequences or self.num_return_sequences or 1
 
-    def set_id(self, request_id: int) -> None:
-        """Set the id."""
-        self.id = request_id
+    def to_proto(self) -> pb.GenerateRequest:
+        """Return the service's request, without its id and its adapter.
 
-    def _set_input(self, request: pb.GenerateRequest) -> None:
-        self._set_table(request)
-        prompt = self.prompt_token_ids
-        if self.prompt_embeddings is not None:
-            if prompt is not None:
-                raise InvalidArgumentError("must be None if prompt_embeddings is set", field="prompt_token_ids")
-            request.prompt_embeddings.CopyFrom(native.tensor_of(self.prompt_embeddings, "prompt_embeddings"))
-        elif prompt is None:
-            raise InvalidArgumentError("must be given", field="prompt_token_ids")
-        elif isinstance(prompt, str):
-            native.set_input(request, prompt, None, None, None)
-        else:
-            with native.naming("prompt_token_ids"):
-                request.token_ids.values.extend(prompt)
-                request.token_ids.SetInParent()
-        if self.query_token_ids is not None:
-            if not request.HasField("token_ids"):
-                raise InvalidArgumentError("requires a prompt of token ids", field="query_token_ids")
-            with native.naming("query_token_ids"):
-                request.token_ids.values.extend(self.query_token_ids)
-
-    def _set_table(self, request: pb.GenerateRequest) -> None:
-        table = self.prompt_tuning_table
-        if self.multimodal_params is not None:
-            if table is not None:
-                raise InvalidArgumentError("cannot be combined with prompt_tuning_table", field="multimodal_params")
-            table = self.multimodal_params.embedding
+        Raises:
+            InvalidArgumentError: A value is invalid for its field. The router checks ranges.
+            UnsupportedError: The service lacks a feature.
+        """
+        self._check()
+        message = pb.GenerateRequest(streaming=self.streaming)
+        set_fields(message, max_tokens=self.max_tokens, timeout_ms=milliseconds(self.allotted_time_ms))
+        with naming("input_token_ids"):
+            message.token_ids.values.extend(_ints(self.input_token_ids))
+            message.token_ids.SetInParent()
+        self.sampling_config.fill(message.sampling)
+        if not message.sampling.HasField("num_return_sequences") and not self.is_beam_search:
+            set_fields(message.sampling, num_return_sequences=self.num_return_sequences)
+        self.output_config.fill(message.output)
+        message.output.detokenize = False
+        self._fill_stopping(message.stopping)
+        if self.embedding_bias is not None:
+            with naming("embedding_bias"):
+                message.sampling.embedding_bias.update(bias_of(self.embedding_bias))
+        table = self._table()
         if table is not None:
-            if self.prompt_adapter_request is not None:
-                field = "multimodal_params" if self.multimodal_params else "prompt_tuning_table"
-                raise InvalidArgumentError(f"cannot be combined with {field}", field="prompt_adapter_request")
-            request.prompt_tuning.table.CopyFrom(native.tensor_of(table, "prompt_tuning_table"))
+            message.prompt_tuning.table.CopyFrom(tensor_of(table, "prompt_tuning_config"))
+        drafts = self.external_draft_tokens_config or self.lookahead_config
+        if drafts is not None:
+            message.speculative.CopyFrom(drafts.to_proto())
+        if self.kv_cache_retention_config is not None:
+            with naming("kv_cache_retention_config"):
+                message.kv_retention.CopyFrom(self.kv_cache_retention_config.to_proto())
+        if self.guided_decoding_params is not None:
+            message.guided_decoding.CopyFrom(self.guided_decoding_params.to_proto())
+        with naming("logits_post_processor_name"):
+            message.logits_post_processor_name = self.logits_post_processor_name or ""
+        if self.logits_post_processor is not None:
+            message.logits_post_processor_name = DYNAMIC_POST_PROCESSOR_NAME
+        message.client_id = "" if self.client_id is None else str(self.client_id)
+        message.cache_salt = "" if self.cache_salt_id is None else str(self.cache_salt_id)
+        message.priority = service_priority(self.priority)
+        return message
+
+    def _check(self) -> None:
+        if self.max_tokens < 1:
+            raise InvalidArgumentError(f"is {self.max_tokens}; must be at least 1", field="max_tokens")
+        for name, reason in _UNSUPPORTED.items():
+            if getattr(self, name) is not None:
+                raise UnsupportedError(reason, field=name)
+        if self.position_ids is not None and list(self.position_ids) != list(range(len(self.input_token_ids))):
+            raise UnsupportedError("positions are consecutive, from 0; leave it out", field="position_ids")
+        if self.request_type is not RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION:
+            raise UnsupportedError("disaggregated serving is not supported", field="request_type")
+        for name in ("bad_words", "stop_words"):
+            if any(isinstance(word, str) for word in getattr(self, name) or ()):
+                raise InvalidArgumentError("must be lists of token ids; SamplingParams takes texts", field=name)
+
+    def _fill_stopping(self, stopping: pb.StoppingConfig) -> None:
+        if self.end_id is None or self.end_id < 0:
+            stopping.ignore_eos = True
+        else:
+            set_fields(stopping, end_id=self.end_id)
+        if self.pad_id is not None and self.pad_id >= 0:
+            set_fields(stopping, pad_id=self.pad_id)
+        with naming("bad_words"):
+            stopping.bad_word_token_ids.extend(pb.TokenIds(values=ids) for ids in self.bad_words or ())
+        with naming("stop_words"):
+            for ids in self.stop_words or ():
+                if len(ids) == 1:
+                    stopping.stop_token_ids.append(ids[0])
+                else:
+                    stopping.stop_word_token_ids.add(values=ids)
+
+    def _table(self) -> AnyTensor | None:
+        if self.multimodal_embedding is None:
+            return None if self.prompt_tuning_config is None else self.prompt_tuning_config.embedding_table
+        if self.prompt_tuning_config is not None:
+            raise InvalidArgumentError("cannot be combined with prompt_tuning_config", field="multimodal_embedding")
+        return self.multimodal_embedding
 
 
-def _absolute(path: str) -> str:
-    """Return the absolute path, since workers may have another working directory."""
-    return str(Path(path).absolute()) if path else ""
+def service_priority(priority: float) -> int:
+    """Return the service's priority, -100..100, for one of TensorRT-LLM, 0..1.
+
+    Raises:
+        InvalidArgumentError: It is not in 0..1.
+    """
+    if not 0 <= priority <= 1:
+        raise InvalidArgumentError(f"is {priority}; must be at least 0 and at most 1", field="priority")
+    return round((priority - DEFAULT_PRIORITY) * _PRIORITY_SCALE)
+
+
+def _ints(tokens: Sequence[int] | AnyTensor) -> list[int]:
+    return list(values_of(tokens, "input_token_ids")) if hasattr(tokens, "tolist") else list(tokens)

@@ -10,9 +10,10 @@ import tempfile
 from pathlib import Path
 
 from midstream.cli.run_dir import RunDir
-from midstream.errors import ExecutionError
-from midstream.executor.config import ExecutorConfig
-from midstream.executor.engine_folder import with_tokenizer
+from midstream.errors import ExecutionError, NotFoundError
+from midstream.executor.config import ExecutorConfig, ParallelConfig
+from midstream.executor.engine_folder import check_vocabulary, read_config, with_tokenizer
+from midstream.executor.post_processor_server import Call, FindCall, PostProcessorServer
 from midstream.python_process import python_command, python_environment
 
 
@@ -21,7 +22,12 @@ class LocalService:
 
     Attributes:
         addresses: Addresses of the routers.
+        model_config: The model's config.json.
+        find_function: Returns the arguments with which a post-processor that is a function of this process is called
+            for a request; set by the executor.
     """
+
+    find_function: FindCall | None = None
 
     def __init__(
         self,
@@ -47,22 +53,34 @@ class LocalService:
             InvalidArgumentError: A setting is invalid.
             UnsupportedError: A setting requires a feature that is not implemented.
         """
+        parallel = config.parallel_config or ParallelConfig()
         parts = {
             "routers": 1,
             "workers": num_workers,
             "detokenizers": num_detokenizers,
-            "tensor-parallel": config.parallel_config.tensor_parallel_size,
-            "pipeline-parallel": config.parallel_config.pipeline_parallel_size,
+            "tensor-parallel": parallel.num_tensor_ranks,
+            "pipeline-parallel": parallel.pipeline_parallel_size,
         }
-        environment = config.environment()
         self._directory = Path(tempfile.mkdtemp(prefix="midstream-"))
+        self._environment: dict[str, str] = {}
+        self._functions: PostProcessorServer | None = None
+        # A path of at most 107 characters, as Unix sockets require.
+        self._socket = self._directory / "functions"
         # Allow adapters in any folder: only this process connects to the service, and it can read the same files
         # itself.
         own = {"MIDSTREAM_ADAPTER_ROOT": "/"}
-        self._environment = python_environment({**own, **os.environ, **environment})
         counts = [item for part, count in parts.items() for item in (f"--{part}", str(count))]
         try:
+            environment = config.environment(str(self._socket))
+            self._environment = python_environment({**own, **os.environ, **environment})
+            processors = config.logits_post_processor_config
+            functions = processors.functions() if processors else {}
+            self._functions = PostProcessorServer(self._socket, functions, self._find)
             model = with_tokenizer(model, tokenizer_dir, self._directory / "model")
+            self.model_config = read_config(model)
+            guided = config.guided_decoding_config
+            if guided is not None:
+                check_vocabulary(guided, model)
             self._midstream("up", "--detach", "--model", model, "--port", "0", "--http-port", "0", *counts)
             state = RunDir(self._directory).read_state()
             if state is None:
@@ -74,9 +92,17 @@ class LocalService:
 
     def stop(self) -> None:
         """Stop the service and delete its state; running requests end with an error."""
-        with contextlib.suppress(ExecutionError):
-            self._midstream("down", "--now")
+        if self._functions is not None:
+            self._functions.close()
+        if self._environment:
+            with contextlib.suppress(ExecutionError):
+                self._midstream("down", "--now")
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _find(self, wire_id: str) -> Call:
+        if self.find_function is None:
+            raise NotFoundError("the executor has no request yet", field="logits_post_processor")
+        return self.find_function(wire_id)
 
     def _midstream(self, command: str, *arguments: str) -> None:
         line = python_command("midstream.cli", command, "--run-dir", str(self._directory), *arguments)

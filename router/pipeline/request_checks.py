@@ -74,6 +74,7 @@ _SAMPLING: dict[str, _Range] = {
     "length_penalty": _FINITE,
     "num_return_sequences": _Range(1, 128),
 }
+_PENALTIES = ("presence_penalty", "frequency_penalty")
 # Name of each feature -> whether a request uses it. Workers report the features that they have.
 FEATURES: dict[str, Callable[[pb.GenerateRequest], bool]] = {
     "beam_search": lambda request: request.sampling.beam_width > 1,
@@ -149,6 +150,10 @@ def check_request(
         raise UnsupportedError(reason, field="model")
     if not model.has_head and (generates or _needs_head(request)):
         raise UnsupportedError(f"{model.name!r} has no head and generates no text; use embeddings", field="model")
+    if request.sampling.beam_width > 1 and request.stopping.stop_word_token_ids:
+        raise UnsupportedError(
+            "is not supported in beam search; use stop_words or stop_token_ids", field="stopping.stop_word_token_ids"
+        )
     images = images_of(request)
     check_images(request, images, model)
     check_virtual_tokens(request, model, has_images=bool(images))
@@ -277,6 +282,7 @@ def check_sampling(sampling: pb.SamplingConfig, model: ModelFolder) -> None:
     for field, value in sampling.ListFields():
         bounds = _SAMPLING.get(field.name)
         if bounds is not None:
+            bounds = _FINITE if sampling.penalize_prompt and field.name in _PENALTIES else bounds
             bounds.check(value, f"sampling.{field.name}")
         elif field.name in ("no_repeat_ngram_size", "min_tokens"):
             _Range(0, model.max_sequence_length).check(value, f"sampling.{field.name}")
@@ -300,7 +306,7 @@ def _check_stopping(stopping: pb.StoppingConfig, model: ModelFolder) -> None:
         elif field.name == "stop_token_ids":
             _at_most(len(value), MAX_STOP_TOKENS, path)
             check_token_ids(value, model.vocab_size, path)
-        elif field.name == "bad_word_token_ids":
+        elif field.name in ("bad_word_token_ids", "stop_word_token_ids"):
             _at_most(len(value), MAX_BAD_WORDS, path)
             for ids in value:
                 _at_least_one(len(ids.values), path)

@@ -102,9 +102,9 @@ class Sequence:
         "num_sink_blocks",
         "output",
         "outputs",
+        "possible_ends",
         "request",
         "row",
-        "stop_token_ids",
         "table",
         "waits_for_result",
     )
@@ -119,7 +119,7 @@ class Sequence:
         self._block_hashes: dict[int, list[int]] = {}
         self.last_token_ns = 0
         # Accessed for each token or block.
-        self.stop_token_ids = request.spec.stop_token_ids
+        self.possible_ends = request.spec.possible_ends
         self.max_num_tokens = request.spec.max_num_tokens
         self.waits_for_result = request.spec.beam_width > 1 or request.spec.num_draft_tokens > 0
         self.clear_placement()
@@ -170,7 +170,7 @@ class Sequence:
             sequence.last_token_ns = now_ns
             output = sequence.output
             output.append(token)
-            if len(output) == sequence.next_look or token in sequence.stop_token_ids:
+            if len(output) == sequence.next_look or token in sequence.possible_ends:
                 due.append(sequence)
         return due
 

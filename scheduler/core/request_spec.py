@@ -28,6 +28,7 @@ class RequestSpec:
             prompt is computed, and the token that its last step samples is not part of the output.
         num_sequences: Number of requested outputs.
         stop_token_ids: Tokens that end a sequence, including the end ids.
+        stop_sequences: Sequences of tokens that end a sequence with their last token.
         min_tokens: Number of output tokens before which a stop token or stop word does not end the sequence.
         stop_words: Of a beam search: texts that end a beam, which the worker finds. The detokenizer finds those of
             other requests.
@@ -55,6 +56,7 @@ class RequestSpec:
     max_tokens: int
     num_sequences: int = 1
     stop_token_ids: frozenset[int] = frozenset()
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
     stop_words: tuple[str, ...] = ()
     beam_width: int = 1
@@ -92,6 +94,20 @@ class RequestSpec:
         """
         num_prompt = len(self.prompt)
         return num_prompt + self.max_tokens - 1 if self.max_tokens else num_prompt
+
+    @property
+    def possible_ends(self) -> frozenset[int]:
+        """The tokens that may end a sequence: stop tokens, and the last tokens of stop sequences."""
+        return self.stop_token_ids.union(sequence[-1] for sequence in self.stop_sequences)
+
+    def ends_with_stop_sequence(self, output: array[int]) -> bool:
+        """Return whether the prompt and this output end with one of the stop sequences."""
+        for sequence in self.stop_sequences:
+            size = len(sequence)
+            tail = output[-size:] if size <= len(output) else self.prompt[len(output) - size :] + output
+            if tuple(tail) == sequence:
+                return True
+        return False
 
     @property
     def num_large_bytes(self) -> int:

@@ -619,6 +619,8 @@ class Results:
             ends.append((sequence, SequenceEnd(FinishReason.LENGTH, 0)))
         elif token in spec.stop_token_ids and num_output >= spec.min_tokens:
             ends.append((sequence, SequenceEnd(FinishReason.STOP, num_output, stop_token_id=token)))
+        elif spec.stop_sequences and num_output >= spec.min_tokens and spec.ends_with_stop_sequence(sequence.output):
+            ends.append((sequence, SequenceEnd(FinishReason.STOP, num_output)))
         elif num_output == spec.max_tokens:
             ends.append((sequence, SequenceEnd(FinishReason.LENGTH, num_output)))
 

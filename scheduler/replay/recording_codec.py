@@ -35,7 +35,9 @@ from scheduler.core.request_spec import RequestSpec, RetentionRange
 from scheduler.wire.kinds import kind_from_proto, kind_to_proto
 from scheduler.wire.worker_messages import REGISTRATION_FIELDS, STEP_LISTS, decode_worker_message
 
-_OTHER_SPEC_FIELDS = {"prompt", "stop_token_ids", "stop_words", "retention", "deadline_ns", "decode_duration_ns"}
+_OTHER_SPEC_FIELDS = {
+    "prompt", "stop_token_ids", "stop_sequences", "stop_words", "retention", "deadline_ns", "decode_duration_ns"
+}  # fmt: skip
 _UNRECORDED_SPEC_FIELDS = {"keep_ns", "wants_log_probs", "tokenizer_fingerprint", "payload"}
 _SPEC_FIELDS = tuple(
     item.name
@@ -196,6 +198,7 @@ def _encode_spec(spec: RequestSpec, message: pb.RecordedRequest) -> None:
         setattr(message, name, getattr(spec, name))
     message.prompt.extend(spec.prompt)
     message.stop_token_ids.extend(sorted(spec.stop_token_ids))
+    message.stop_sequences.extend(pb.RecordedTokens(token_ids=ids) for ids in spec.stop_sequences)
     message.stop_words.extend(spec.stop_words)
     if spec.deadline_ns is not None:
         message.deadline_ns = spec.deadline_ns
@@ -210,6 +213,7 @@ def _decode_spec(message: pb.RecordedRequest) -> RequestSpec:
         **{name: getattr(message, name) for name in _SPEC_FIELDS},
         prompt=array("I", message.prompt),
         stop_token_ids=frozenset(message.stop_token_ids),
+        stop_sequences=tuple(tuple(item.token_ids) for item in message.stop_sequences),
         stop_words=tuple(message.stop_words),
         deadline_ns=message.deadline_ns if message.HasField("deadline_ns") else None,
         decode_duration_ns=message.decode_duration_ns if message.HasField("decode_duration_ns") else None,

@@ -75,6 +75,7 @@ def spec_from_proto(
         max_tokens=max_tokens,
         num_sequences=sampling.num_return_sequences or 1,
         stop_token_ids=frozenset(stop_ids(request, limits)),
+        stop_sequences=tuple(tuple(word.values) for word in request.stopping.stop_word_token_ids),
         # A completed grammar overrides min_tokens, so that a stop token then ends the sequence.
         min_tokens=0 if request.HasField("guided_decoding") else sampling.min_tokens,
         stop_words=tuple(request.stopping.stop_words) if sampling.beam_width > 1 else (),

@@ -75,6 +75,25 @@ def native_fields(feature: str, tokenizer: Tokenizer) -> dict[str, Any]:
                 temperature=0, repetition_penalty=1.5, presence_penalty=1.5, frequency_penalty=1.5
             )
         },
+        # As in the executor, where the model's own defaults do not apply.
+        "sequences of the executor": {
+            "sampling": pb.SamplingConfig(
+                temperature=1.5,
+                seed=11,
+                num_return_sequences=2,
+                top_k=0,
+                top_p=1,
+                min_p=0,
+                repetition_penalty=1,
+                no_repeat_ngram_size=0,
+                min_tokens=1,
+            )
+        },
+        "penalties of the executor": {
+            "sampling": pb.SamplingConfig(
+                temperature=0, repetition_penalty=1.5, presence_penalty=1.5, frequency_penalty=1.5, penalize_prompt=True
+            )
+        },
         "bias": {"sampling": pb.SamplingConfig(temperature=0, embedding_bias=dict.fromkeys(blue, 50))},
         "bad_words": {"stopping": pb.StoppingConfig(bad_words=[" three", ","])},
         "ngrams": {"sampling": pb.SamplingConfig(temperature=0, no_repeat_ngram_size=1)},
@@ -178,7 +197,7 @@ class Asking:
                 "context_logits": result.context_logits,
                 "generation_logits": output.generation_logits,
             }.items()
-            if value
+            if value is not None and len(value)
         } | output.additional_generation_outputs.keys()
         return answer
 
@@ -330,8 +349,8 @@ class Asking:
 def _executor_arguments(feature: str, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the sampling parameters and the other arguments."""
     params: dict[str, dict[str, Any]] = {
-        "seeded": {"temperature": 1.5, "random_seed": 11, "top_k": 40, "top_p": 0.875, "min_p": 0.0},
-        "sequences": {"temperature": 1.5, "seed": 11, "n": 2},
+        "seeded": {"temperature": 1.5, "seed": 11, "top_k": 40, "top_p": 0.875, "min_p": 0.0},
+        "sequences": {"temperature": 1.5, "top_p": 1.0, "seed": 11, "n": 2},
         "beams": {"temperature": 1.0, "use_beam_search": True, "n": 2, "length_penalty": 1.0},
         "penalties": {"repetition_penalty": 1.5, "presence_penalty": 1.5, "frequency_penalty": 1.5},
         "bias": {"embedding_bias": dict.fromkeys(tokenizer.encode(" blue"), 50.0)},
@@ -348,7 +367,7 @@ def _executor_arguments(feature: str, tokenizer: Tokenizer) -> tuple[dict[str, A
         "guided": {"guided_decoding": api.GuidedDecodingParams(json=SCHEMA)},
         "post_processor": {"logits_processor": "count_up"},
     }
-    keeps = api.KvCacheRetentionConfig(token_range_retention_configs=[api.TokenRangeRetentionConfig(0, None, 90)])
+    keeps = api.KvCacheRetentionConfig([api.KvCacheRetentionConfig.TokenRangeRetentionConfig(0, None, 90)])
     fields: dict[str, dict[str, Any]] = {
         "post_processor": {"client_id": "abc"},
         "lora": {"lora_request": api.LoRARequest(LORA)},
@@ -356,7 +375,7 @@ def _executor_arguments(feature: str, tokenizer: Tokenizer) -> tuple[dict[str, A
         "prompt_embeddings": {"prompt_embeddings": TABLE},
         "drafts": {"speculative_config": api.NGramDecodingConfig(3)},
         "retention": {"kv_cache_retention_config": keeps},
-        "priority": {"priority": 7},
+        "priority": {"priority": 0.6},
         "cache_salt": {"cache_salt": "mine"},
         "streaming": {"streaming": True},
     }

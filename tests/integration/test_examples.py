@@ -65,7 +65,7 @@ SHOWN: dict[str, list[str]] = {
     "speculative": [r"^the same output: True", r"^without: 3\d steps, 0 of 0", r"^with: [12]?\d steps, [1-9]"],
     "scheduling": [r"^tenant-1: 0 of", r"^tenant-1: [1-9]\d* of|^tenant-1: 0 of", r"^tenant-2: 0 of", r"^a deadline: "],
     "responses": [
-        r"^the (short|endless) one: \['(length|abort)'\]",
+        r"^the (short|endless) one: \['(LENGTH|CANCELLED)'\]",
         r"^the ",
         r"^\d+ requests completed; at most \d+ run",
     ],

@@ -8,26 +8,31 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 
 import numpy as np
 import pytest
 
 from midstream.client import Client
 from midstream.client import SamplingParams as ClientParams
-from midstream.errors import ConfigError, InvalidArgumentError, NotFoundError
+from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.executor import (
-    BatchManager,
     CapacitySchedulerPolicy,
+    Executor,
     ExecutorConfig,
+    FinishReason,
     GenerationExecutor,
-    GenerationRequest,
+    GptManager,
     InferenceRequest,
     KvCacheConfig,
     KvCacheRetentionConfig,
+    NamedTensor,
+    Request,
     SamplingParams,
     SchedulerConfig,
+    TrtGptModelOptionalParams,
+    TrtGptModelType,
 )
-from midstream.extras import Tensor
 from tests.integration.service import Service
 
 PROMPT = [504, 2365, 282, 4649, 314]
@@ -63,6 +68,12 @@ LABELS = {
 @pytest.fixture(scope="module")
 def executor(service: Service) -> Iterator[GenerationExecutor]:
     with GenerationExecutor.create(address=service.routers()) as executor:
+        yield executor
+
+
+@pytest.fixture(scope="module")
+def api(service: Service) -> Iterator[Executor]:
+    with Executor.connect(service.routers()) as executor:
         yield executor
 
 
@@ -109,7 +120,7 @@ def test_a_batch_with_separate_parameters(executor: GenerationExecutor) -> None:
 
 
 def test_several_sequences_and_log_probs(executor: GenerationExecutor) -> None:
-    params = SamplingParams(max_tokens=4, temperature=1.0, seed=3, n=3, logprobs=2, ignore_eos=True)
+    params = SamplingParams(max_tokens=4, temperature=1.0, top_p=1.0, seed=3, n=3, logprobs=2, ignore_eos=True)
     result = executor.generate(PROMPT, params)
     assert [output.index for output in result.outputs] == [0, 1, 2]
     assert len({tuple(output.token_ids) for output in result.outputs}) > 1
@@ -131,60 +142,68 @@ def test_a_request_that_takes_too_long_is_aborted(executor: GenerationExecutor) 
 
 
 def test_the_result_raises_the_services_error(executor: GenerationExecutor) -> None:
-    result = executor.generate_async(PROMPT, SamplingParams(temperature=-1.0))
+    result = executor.generate_async(PROMPT, SamplingParams(temperature=101.0))
     with pytest.raises(InvalidArgumentError, match="temperature"):
         result.result(timeout=60)
     with pytest.raises(InvalidArgumentError, match="temperature"):
-        list(executor.generate_async(PROMPT, SamplingParams(temperature=-1.0), streaming=True))
+        list(executor.generate_async(PROMPT, SamplingParams(temperature=101.0), streaming=True))
 
 
-def test_responses_of_one_request_and_of_any(executor: GenerationExecutor, expected: tuple[str, list[int]]) -> None:
-    first = executor.submit(GenerationRequest(PROMPT, GREEDY, streaming=True)).request.id
-    second = executor.submit(GenerationRequest(PROMPT, GREEDY)).request.id
-    (alone,) = executor.await_responses(second, timeout=60)
-    assert alone.result is not None
-    assert alone.result.output_token_ids == [expected[1]]
-    assert alone.is_final
-    with pytest.raises(NotFoundError):
-        executor.await_responses(second)
+def test_responses_of_one_request_and_of_any(api: Executor, expected: tuple[str, list[int]]) -> None:
+    first, second = api.enqueue_requests([Request(PROMPT, 12, streaming=True), Request(PROMPT, 12)])
+    (alone,) = api.await_responses(second, timedelta(seconds=60))
+    assert alone.result.output_token_ids == [PROMPT + expected[1]]
+    assert alone.result.is_final
     tokens: list[int] = []
-    while True:
-        for response in executor.await_responses(timeout=60):
+    while len(tokens) < len(expected[1]):
+        for response in api.await_responses(timedelta(seconds=60)):
             assert response.request_id == first
-            assert response.result is not None
             tokens += response.result.output_token_ids[0]
-        if response.is_final:
-            break
     assert tokens == expected[1]
-    assert executor.await_responses(timeout=0.01) == []
+    assert api.await_responses(timedelta(milliseconds=1)) == []
 
 
-def test_a_failed_request_gives_one_response_with_its_error(executor: GenerationExecutor) -> None:
-    request_id = executor.submit(GenerationRequest([], GREEDY)).request.id
-    (response,) = executor.await_responses(request_id, timeout=60)
+def test_a_failed_request_gives_one_response_with_its_error(api: Executor) -> None:
+    request_id = api.enqueue_request(Request([], 12))
+    (response,) = api.await_responses(request_id, timedelta(seconds=60))
     assert response.has_error()
     assert "token_ids" in response.error_msg
+
+
+def test_lists_of_tokens_end_a_sequence_where_the_last_of_them_is(
+    api: Executor, expected: tuple[str, list[int]]
+) -> None:
+    """They stay in the output, may begin in the prompt, and end each sequence at its own token."""
+    tokens = expected[1]
+    ways = [([tokens[2:4]], 4), ([[PROMPT[-1], tokens[0]]], 1), ([tokens[5:6], [1, 2]], tokens.index(tokens[5]) + 1)]
+    for stop_words, length in ways:
+        request_id = api.enqueue_request(Request(PROMPT, 12, stop_words=stop_words))
+        (response,) = api.await_responses(request_id, timedelta(seconds=60))
+        assert response.result.output_token_ids == [PROMPT + tokens[:length]]
+        assert response.result.finish_reasons == [FinishReason.STOP_WORDS]
 
 
 def test_statistics(executor: GenerationExecutor) -> None:
     stats = executor.get_latest_stats()
     assert (stats.num_active_requests, stats.num_queued_requests) == (0, 0)
     assert stats.num_completed_requests > 0
-    fields = json.loads(stats.to_json())
+    fields = json.loads(stats.to_json_str())
     for part, names in STATS.items():
         assert names <= (fields[part] if part else fields).keys()
-    assert int(str(stats.fields["cpuMemUsage"])) > 0
+    assert stats.cpu_mem_usage > 0
 
 
-def test_the_batch_managers_callbacks(executor: GenerationExecutor, expected: tuple[str, list[int]]) -> None:
+def test_the_batch_managers_callbacks(api: Executor, expected: tuple[str, list[int]]) -> None:
     """Two requests finish, one is stopped, and one has an id that is in use; statistics arrive while requests run."""
-    endless = SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True)
-    waiting = [
-        InferenceRequest(1, GenerationRequest(PROMPT, GREEDY)),
-        InferenceRequest(2, GenerationRequest(PROMPT, GREEDY, streaming=True)),
-        InferenceRequest(3, GenerationRequest(PROMPT, endless, streaming=True)),
-        InferenceRequest(3, GenerationRequest(PROMPT, GREEDY)),
-    ]
+
+    def request(request_id: int, length: int, *, streaming: bool = False) -> InferenceRequest:
+        made = InferenceRequest(
+            request_id, {"input_ids": np.array([PROMPT]), "request_output_len": np.array([[length]])}
+        )
+        made.is_streaming = streaming
+        return made
+
+    waiting = [request(1, 12), request(2, 12, streaming=True), request(3, 4000, streaming=True), request(3, 12)]
     tokens: dict[int, list[int]] = {1: [], 2: [], 3: []}
     lengths: dict[int, int] = {}
     finals: list[tuple[int, str]] = []
@@ -195,12 +214,12 @@ def test_the_batch_managers_callbacks(executor: GenerationExecutor, expected: tu
         assert max_num_requests > 0
         return [waiting.pop(0) for _ in range(min(max_num_requests, len(waiting)))]
 
-    def send_response(request_id: int, tensors: Sequence[Tensor], is_final: bool, error: str) -> None:
-        by_name = {tensor.name: tensor for tensor in tensors}
+    def send_response(request_id: int, tensors: Sequence[NamedTensor], is_final: bool, error: str) -> None:
+        by_name = {item.name: item.tensor for item in tensors}
         if "output_ids" in by_name:
             ids, length = by_name["output_ids"], by_name["sequence_length"]
-            tokens[request_id] += np.frombuffer(ids.data, np.int32).tolist()
-            lengths[request_id] = int.from_bytes(length.data, "little")
+            tokens[request_id] += ids.flatten().tolist()
+            lengths[request_id] = length.item()
             assert (ids.shape[:2], length.shape) == ((1, 1), (1, 1))
         if is_final:
             finals.append((request_id, error))
@@ -212,7 +231,10 @@ def test_the_batch_managers_callbacks(executor: GenerationExecutor, expected: tu
     def poll_stop_signals() -> set[int]:
         return {3} if tokens[3] else set()
 
-    with BatchManager(executor, get_requests, send_response, poll_stop_signals, stats.append, max_num_requests=8):
+    with GptManager(
+        api, TrtGptModelType.InflightFusedBatching, 1, SchedulerConfig(), get_requests, send_response,
+        poll_stop_signals, stats.append, TrtGptModelOptionalParams(max_num_requests=8),
+    ):  # fmt: skip
         assert done.wait(60)
     assert sorted(finals) == [(1, ""), (2, ""), (3, ""), (3, "request_id: the id is in use")]
     # Without streaming, the response contains the whole sequence including the prompt; with streaming, each response
@@ -224,7 +246,7 @@ def test_the_batch_managers_callbacks(executor: GenerationExecutor, expected: tu
     for text in stats:
         entry = json.loads(text)
         assert entry.keys() >= LABELS
-        assert entry["Iteration Counter"] == int(entry["iter"])
+        assert entry["Iteration Counter"] == entry["iter"]
         assert re.fullmatch(r"\d\d-\d\d-\d{4} \d\d:\d\d:\d\d", entry["Timestamp"])
         by_group.setdefault(entry["groupId"], []).append(int(entry["iter"]))
     iterations = sorted(number for numbers in by_group.values() for number in numbers)
@@ -235,14 +257,14 @@ def test_the_batch_managers_callbacks(executor: GenerationExecutor, expected: tu
 def test_it_starts_and_stops_its_own_services(expected: tuple[str, list[int]]) -> None:
     config = ExecutorConfig(
         max_batch_size=4,
-        scheduler_config=SchedulerConfig(policy=CapacitySchedulerPolicy.MAX_UTILIZATION),
+        scheduler_config=SchedulerConfig(CapacitySchedulerPolicy.MAX_UTILIZATION),
         kv_cache_config=KvCacheConfig(max_tokens=512),
     )
     with GenerationExecutor.create(engine_dir="smollm2", tokenizer_dir="smollm2", executor_config=config) as executor:
         assert executor.generate_async(PROMPT, GREEDY).result(timeout=60).text == expected[0]
-        cache = executor.get_latest_stats().fields["kvCacheStats"]
-        assert isinstance(cache, dict)
-        assert int(cache["maxNumBlocks"]) * int(cache["tokensPerBlock"]) <= 512
+        cache = executor.get_latest_stats().kv_cache_stats
+        assert cache is not None
+        assert cache.max_num_blocks * cache.tokens_per_block <= 512
     with pytest.raises(InvalidArgumentError, match="shut down"):
         executor.generate_async(PROMPT, GREEDY)
 

@@ -89,7 +89,8 @@ async def test_a_feature_through_each_api(asking: Asking, feature: str, api: str
     if feature == "tools":
         return
     is_chat = api == "chat" or feature == "chat"
-    expected = await asking.native(feature, chat=is_chat)
+    is_own = api == "executor" and feature in ("penalties", "sequences")
+    expected = await asking.native(f"{feature} of the executor" if is_own else feature, chat=is_chat)
     assert answer.texts == expected.texts
     if not is_chat:
         (plain,) = (await asking.native("plain")).texts

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from concurrent.futures import wait
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from midstream.errors import AbortedError, InvalidArgumentError
-from midstream.executor import GenerationExecutor, GenerationRequest, Response
+from midstream.executor import Executor, GenerationExecutor, GenerationRequest, Request, Response
 from protos import generation_pb2 as pb
 from protos import loads_pb2
 from tests.midstream.test_client import Router, Silent, serving
@@ -53,34 +53,72 @@ async def test_a_request_may_be_submitted_again() -> None:
         request = GenerationRequest([1])
         first, second = executor.submit(request), executor.submit(request)
         assert (first.request.id, second.request.id, request.id) == (1, 2, 2)
-        responses: list[Response] = []
-        while len(responses) < 2 * len("midstream"):
-            responses += await asyncio.to_thread(executor.await_responses, None, 60)
         for result in (first, second):
-            own = [item.result for item in responses if item.request_id == result.request.id]
-            assert "".join(item.text for item in own if item is not None) == "midstream"
-        assert executor.get_latest_request_stats([]) == []
-        # A request is forgotten after its last response has arrived.
-        await asyncio.to_thread(wait, list(executor._running.values()), 60)
-        assert not executor._running
+            assert (await result.aresult(60)).text == "midstream"
         await asyncio.to_thread(executor.shutdown)
 
 
-async def test_a_shutdown_ends_results_with_an_error_and_wakes_readers() -> None:
+async def test_responses_of_all_requests_one_or_several() -> None:
+    """Each of the nine tokens is a response; a request that has been read completely gives an error."""
+    async with serving() as (_, address):
+
+        def use() -> None:
+            with Executor.connect(address) as executor:
+                first, second, third = executor.enqueue_requests([Request([1], 9, streaming=True)] * 3)
+                assert (first, second, third) == (1, 2, 3)
+                one: list[Response] = []
+                while not one or not one[-1].result.is_final:
+                    one += executor.await_responses(first, timedelta(seconds=60))
+                assert len(one) == len("midstream")
+                (gone,) = executor.await_responses(first)
+                assert gone.error_msg == "ReqId 1 has already been processed and was terminated."
+                found: dict[int, int] = {second: 0, third: 0}
+                while min(found.values()) < len("midstream"):
+                    for own in executor.await_responses([second, third], timedelta(milliseconds=1)):
+                        for response in own:
+                            found[response.request_id] += not response.has_error()
+                assert executor.get_num_responses_ready() == 0
+                assert executor.await_responses(timedelta(milliseconds=1)) == []
+                assert executor.await_responses(timeout=0.001) == []
+                with pytest.raises(InvalidArgumentError, match="no request 4"):
+                    executor.await_responses(4)
+
+        await asyncio.to_thread(use)
+
+
+async def test_a_shutdown_ends_results_with_an_error() -> None:
     async with serving(kind=Silent) as (_, address):
         executor = await asyncio.to_thread(GenerationExecutor, [address])
         result = executor.generate_async([1])
         assert (await anext(aiter(result))).token_ids
-        waiting = asyncio.create_task(asyncio.to_thread(executor.await_responses))
         await asyncio.to_thread(executor.shutdown)
         with pytest.raises(AbortedError):
             await result.aresult(60)
-        # The waiting thread receives the request's error as a response or, if the result's reader has taken it, raises
-        # InvalidArgumentError.
+
+
+async def test_a_shutdown_wakes_readers_and_refuses_calls() -> None:
+    async with serving(kind=Silent) as (_, address):
+        executor = await asyncio.to_thread(Executor.connect, address)
+        request_id = executor.enqueue_request(Request([1], 5, streaming=True))
+        assert executor.can_enqueue_requests()
+        await asyncio.to_thread(executor.await_responses, request_id)
+        waiting = asyncio.create_task(asyncio.to_thread(executor.await_responses, request_id))
+        await asyncio.to_thread(executor.shutdown)
+        # The thread may also have called only after the shutdown.
         with contextlib.suppress(InvalidArgumentError):
-            await asyncio.wait_for(waiting, 60)
-        with pytest.raises(InvalidArgumentError, match="shut down"):
-            executor.await_responses()
+            assert all(response.has_error() for response in await asyncio.wait_for(waiting, 60))
+        assert not executor.can_enqueue_requests()
+        for call in (
+            lambda: executor.enqueue_request(Request([1], 5)),
+            executor.await_responses,
+            executor.get_latest_iteration_stats,
+            executor.get_latest_request_stats,
+            executor.get_latest_debug_tensors,
+            executor.get_num_responses_ready,
+            lambda: executor.cancel_request(request_id),
+        ):
+            with pytest.raises(InvalidArgumentError, match="shut down"):
+                call()
 
 
 async def test_a_forked_process_does_not_stop_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-import struct
 from pathlib import Path
 
 import pytest
@@ -14,26 +13,34 @@ from midstream.config import KNOWN_SETTINGS
 from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
 from midstream.executor import (
     BatchingType,
+    CacheTransceiverConfig,
     CapacitySchedulerPolicy,
+    CommunicationMode,
+    CommunicationType,
+    ContextChunkingPolicy,
+    DebugConfig,
+    DecodingConfig,
+    DecodingMode,
     ExecutorConfig,
     GenerationRequest,
     GenerationResult,
+    GuidedDecodingConfig,
+    InflightBatchingStats,
+    IterationStats,
     KvCacheConfig,
+    KvCacheStats,
     LogitsPostProcessorConfig,
-    MultimodalParams,
-    OutputConfig,
+    LookaheadDecodingConfig,
+    ParallelConfig,
     PeftCacheConfig,
-    Request,
+    RequestStage,
     RequestState,
-    SamplingConfig,
-    SamplingParams,
+    RequestStats,
+    RequestStatsPerIteration,
     SchedulerConfig,
 )
-from midstream.executor.engine_folder import one_tokenizer, with_tokenizer
-from midstream.executor.output import stack_tensors
-from midstream.executor.response_tensors import RequestLengths, response_tensors
-from midstream.executor.stats import IterationStats, sum_up
-from midstream.extras import Extras, LogProbs, Tensor
+from midstream.executor.engine_folder import check_vocabulary, one_tokenizer, with_tokenizer
+from midstream.executor.stats import sum_up
 
 
 def test_every_section_is_a_setting_of_a_service() -> None:
@@ -46,7 +53,7 @@ def test_every_section_is_a_setting_of_a_service() -> None:
         kv_cache_config=KvCacheConfig(
             enable_block_reuse=False,
             max_tokens=512,
-            max_attention_window=64,
+            max_attention_window=[64, 64],
             sink_token_length=4,
             free_gpu_memory_fraction=0.5,
             host_cache_size=1 << 30,
@@ -61,18 +68,18 @@ def test_every_section_is_a_setting_of_a_service() -> None:
             processor_map={"a": "m:A"}, processor_batched="m.n:B"
         ),
         speculative_model_dir="/draft",
-        batching_type=BatchingType.INFLIGHT,
+        batching_type=BatchingType.STATIC,
         enable_chunked_context=False,
         settings={"num_threads": 1},
     )  # fmt: skip
-    environment = config.environment()
+    environment = config.environment("/run/functions")
     assert environment == {
         "MIDSTREAM_MAX_BEAM_WIDTH": "20",
         "MIDSTREAM_MAX_BATCH_SIZE": "4",
         "MIDSTREAM_MAX_NUM_TOKENS": "100",
         "MIDSTREAM_MAX_QUEUE_SIZE": "7",
         "MIDSTREAM_CAPACITY_POLICY": "static_batch",
-        "MIDSTREAM_BATCHING_TYPE": "inflight",
+        "MIDSTREAM_BATCHING_TYPE": "static",
         "MIDSTREAM_ENABLE_CHUNKED_CONTEXT": "False",
         "MIDSTREAM_DRAFT_MODEL": "/draft",
         "MIDSTREAM_ENABLE_BLOCK_REUSE": "False",
@@ -86,8 +93,8 @@ def test_every_section_is_a_setting_of_a_service() -> None:
         "MIDSTREAM_LORA_MAX_ADAPTER_SIZE": "16",
         "MIDSTREAM_LORA_DEVICE_CACHE_PERCENT": "0.1",
         "MIDSTREAM_LORA_HOST_CACHE_BYTES": "1000",
-        "MIDSTREAM_LOGITS_POST_PROCESSORS": "a=m:A,batched=m.n:B",
-        "MIDSTREAM_REPLICATE_POST_PROCESSORS": "False",
+        "MIDSTREAM_LOGITS_POST_PROCESSORS": "dynamic=unix:/run/functions,a=m:A,batched=m.n:B",
+        "MIDSTREAM_REPLICATE_POST_PROCESSORS": "True",
         "MIDSTREAM_NUM_THREADS": "1",
         "MIDSTREAM_HOST_KV_BYTES": str(1 << 30),
     }
@@ -97,17 +104,45 @@ def test_every_section_is_a_setting_of_a_service() -> None:
 @pytest.mark.parametrize(
     ("config", "error"),
     [
-        (ExecutorConfig(max_beam_width=0), InvalidArgumentError),
         (ExecutorConfig(kv_cache_config=KvCacheConfig(sink_token_length=4)), InvalidArgumentError),
         (
             ExecutorConfig(logits_post_processor_config=LogitsPostProcessorConfig(processor_map={"a": "m"})),
             InvalidArgumentError,
         ),
+        (ExecutorConfig(kv_cache_config=KvCacheConfig(max_attention_window=[32, 64])), UnsupportedError),
+        (ExecutorConfig(kv_cache_config=KvCacheConfig(cross_kv_cache_fraction=0.5)), UnsupportedError),
+        (ExecutorConfig(peft_cache_config=PeftCacheConfig(lora_prefetch_dir="/loras")), UnsupportedError),
+        (ExecutorConfig(gpu_weights_percent=0.5), UnsupportedError),
+        (ExecutorConfig(debug_config=DebugConfig()), UnsupportedError),
+        (ExecutorConfig(cache_transceiver_config=CacheTransceiverConfig()), UnsupportedError),
+        (
+            ExecutorConfig(
+                scheduler_config=SchedulerConfig(context_chunking_policy=ContextChunkingPolicy.EQUAL_PROGRESS)
+            ),
+            UnsupportedError,
+        ),
     ],
 )
 def test_unsupported_settings_are_rejected(config: ExecutorConfig, error: type[Exception]) -> None:
     with pytest.raises(error):
-        config.environment()
+        config.environment("/run/functions")
+
+
+def test_drafts_of_a_decoding_mode() -> None:
+    assert ExecutorConfig(decoding_config=DecodingConfig(DecodingMode.TopK())).drafts is None
+    lookahead = DecodingConfig(lookahead_decoding_config=LookaheadDecodingConfig(3, 5, 7))
+    assert ExecutorConfig(decoding_config=lookahead).drafts == LookaheadDecodingConfig(3, 5, 7)
+    assert ExecutorConfig(decoding_config=DecodingConfig(DecodingMode.Lookahead())).drafts == LookaheadDecodingConfig()
+    with pytest.raises(UnsupportedError, match="Medusa"):
+        _ = ExecutorConfig(decoding_config=DecodingConfig(medusa_choices=[[0]])).drafts
+
+
+def test_one_rank_for_each_device() -> None:
+    assert ParallelConfig().num_tensor_ranks == 1
+    config = ParallelConfig(CommunicationType.MPI, CommunicationMode.LEADER, [2, 3, 4, 5])
+    assert config.num_tensor_ranks == 4
+    assert ParallelConfig(device_ids=[0, 1, 2, 3], pipeline_parallel_size=2).num_tensor_ranks == 2
+    assert ExecutorConfig(parallel_config=config).environment()["CUDA_VISIBLE_DEVICES"] == "2,3,4,5"
 
 
 def test_statistics_of_cells_are_added_up() -> None:
@@ -123,20 +158,33 @@ def test_statistics_of_cells_are_added_up() -> None:
     stats = sum_up([cell(1, 40, 2, 1.0, 4), cell(2, 30, 6, 2.0, 0)])
     assert stats.num_active_requests == 3
     assert stats.current_batch_size == 8
-    assert stats.fields["timestamp"] == "11-22-2026 10:00:02.5"
-    assert (stats.fields["iter"], stats.fields["iterLatencyMS"], stats.fields["groupId"]) == (40, 1.0, "")
-    assert stats.fields["numFinishedByReason"] == {"stop": 3}
-    assert stats.fields["kvCacheStats"] == {
-        "usedNumBlocks": 3, "tokensPerBlock": 16, "reusedBlocks": 4, "missedBlocks": 8, "cacheHitRate": 4 / 12,
-    }  # fmt: skip
-    assert stats.fields["inflightBatchingStats"] == {
-        "numScheduledRequests": 8, "avgNumDecodedTokensPerIter": 14 / 8, "microBatchId": 3,
-    }  # fmt: skip
+    assert (stats.timestamp, stats.iter, stats.iter_latency_ms) == ("11-22-2026 10:00:02.5", 40, 1.0)
+    assert stats.group_id == ""
+    assert stats.kv_cache_stats == KvCacheStats(
+        used_num_blocks=3, tokens_per_block=16, reused_blocks=4, missed_blocks=8, cache_hit_rate=4 / 12
+    )
+    assert stats.inflight_batching_stats == InflightBatchingStats(
+        num_scheduled_requests=8, avg_num_decoded_tokens_per_iter=14 / 8, micro_batch_id=3
+    )
     assert [part.num_active_requests for part in stats.cells] == [1, 2]
     labelled = stats.labelled()
     assert labelled["Timestamp"] == "11-22-2026 10:00:02"
     assert (labelled["Active Request Count"], labelled["Scheduled Requests"], labelled["MicroBatch ID"]) == (3, 8, 3)
-    assert sum_up([{"numActiveRequests": 5}]) == IterationStats({"numActiveRequests": 5})
+    assert sum_up([{"numActiveRequests": 5}]) == IterationStats(num_active_requests=5)
+
+
+def test_statistics_as_json_have_numbers_and_nulls() -> None:
+    """Protobuf's own JSON has 64-bit numbers as texts."""
+    stats = IterationStats.from_fields({"iter": "7", "iterLatencyMS": 0.5, "kvCacheStats": {"allocTotalBlocks": "9"}})
+    fields = json.loads(stats.to_json_str())
+    assert (fields["iter"], fields["iterLatencyMS"], fields["numActiveRequests"]) == (7, 0.5, 0)
+    assert fields["kvCacheStats"]["allocTotalBlocks"] == 9
+    assert (fields["staticBatchingStats"], fields["inflightBatchingStats"]) == (None, None)
+    request = RequestStatsPerIteration(3, [RequestStats(id=1, stage=RequestStage.CONTEXT_IN_PROGRESS)])
+    fields = json.loads(request.to_json_str())
+    assert (fields["iter"], fields["requestStats"][0]["id"]) == (3, 1)
+    assert fields["requestStats"][0]["stage"] == "CONTEXT_IN_PROGRESS"
+    assert fields["requestStats"][0]["disServingStats"] is None
 
 
 def make_folder(folder: Path, vocab_size: int | None, tokens: dict[str, int] | None) -> str:
@@ -167,76 +215,24 @@ def test_weights_and_tokenizer_of_two_folders(tmp_path: Path) -> None:
     assert one_tokenizer(tokenizer, copy) == tokenizer
     assert one_tokenizer(None, copy) == copy
     assert one_tokenizer(None, None) is None
+    numbers = Path(with_tokenizer(make_folder(tmp_path / "bare", 5, None), None, tmp_path / "numbered"))
+    assert json.loads((numbers / "tokenizer.json").read_text())["model"]["vocab"] == {str(i): i for i in range(5)}
     with pytest.raises(InvalidArgumentError, match="postprocess_tokenizer_dir"):
         one_tokenizer(tokenizer, larger)
 
 
-def test_requests_of_the_executor_api() -> None:
-    """The fields of TensorRT-LLM's Request are converted to those of the native request."""
-    output = OutputConfig(True, True, True, False, False, True)
-    request = Request(
-        [1, 2], 9, True, SamplingConfig(beam_width=2, top_p_reset_ids=5, seed=3), output, end_id=7, bad_words=[[4]],
-        stop_words=["a"], client_id=12, priority=2,
-    )  # fmt: skip
-    request.logits_post_processor = "mine"
-    message = request.to_generation_request().to_proto()
-    assert (list(message.token_ids.values), message.max_tokens, message.streaming) == ([1, 2], 9, True)
-    assert (message.sampling.beam_width, message.sampling.top_p_reset_id, message.sampling.seed) == (2, 5, 3)
-    assert (message.output.log_probs, message.output.HasField("log_probs")) == (0, True)
-    assert message.output.return_context_logits
-    assert message.output.return_generation_logits
-    assert message.output.return_perf_metrics
-    assert not message.output.exclude_input_from_output
-    assert (message.stopping.end_id, list(message.stopping.bad_word_token_ids[0].values)) == (7, [4])
-    assert (message.client_id, message.priority, message.logits_post_processor_name) == ("12", 2, "mine")
-    with pytest.raises(UnsupportedError, match="encoder"):
-        Request([1], output_config=OutputConfig(return_encoder_output=True)).to_generation_request()
-    with pytest.raises(UnsupportedError, match="pixels"):
-        GenerationRequest([1], multimodal_params=MultimodalParams({"pixels": None})).to_proto()  # type: ignore[dict-item]
-
-
-def ended(*beams: tuple[list[int], float], width: int, **params: object) -> GenerationResult:
-    """Return a result whose sequences have all ended."""
-    request = GenerationRequest([1, 2], SamplingParams(beam_width=width, log_probs=0, **params))  # type: ignore[arg-type]
-    result = GenerationResult(request, lambda _: None)
-    for index, (tokens, total) in enumerate(beams):
-        rows = LogProbs(tuple([total / len(tokens)] * len(tokens)), 0, (), (), ())
-        logits = Tensor("generation_logits", "float32", (len(tokens), 2), bytes(8 * len(tokens)))
-        result.put(
-            Chunk(
-                index, 0, tokens, f"t{index}", is_sequence_final=True, is_final=index == len(beams) - 1,
-                finish_reason=FinishReason.LENGTH, cumulative_log_prob=total, extras=Extras(rows, tensors=(logits,)),
-            )
-        )  # fmt: skip
-    result.end(None)
-    return result
-
-
-def test_all_beams_are_one_response() -> None:
-    result = ended(([7, 8], -1.0), ([9], -2.0), width=2, pad_id=5)
-    (response,) = result.take_responses()
-    assert response.result is not None
-    assert response.result.output_token_ids == [[7, 8], [9]]
-    assert response.result.texts == ["t0", "t1"]
-    assert (response.result.sequence_index, response.is_final) == (0, True)
-    logits = response.result.generation_logits
-    assert logits is not None
-    assert logits.shape == (2, 2, 2)
-    tensors = {item.name: item for item in response_tensors(response.result, RequestLengths(result.request))}
-    assert tensors["output_ids"].shape == (1, 2, 4)
-    assert struct.unpack("<8i", tensors["output_ids"].data) == (1, 2, 7, 8, 1, 2, 9, 5)
-    assert struct.unpack("<i", tensors["sequence_length"].data) == (4,)
-    assert struct.unpack("<2f", tensors["cum_log_probs"].data) == (-1.0, -2.0)
-    assert struct.unpack("<4f", tensors["log_probs"].data) == (-0.5, -0.5, -2.0, 0.0)
-    assert tensors["generation_logits"].shape == (1, 2, 2, 2)
-    assert tensors["context_logits"].shape == (1, 1, 1)
-    assert result.take_responses() == []
-
-
-def test_shorter_beams_are_filled_up() -> None:
-    tensors = [Tensor("a", "float32", (2, 1), b"aaaabbbb"), Tensor("a", "float32", (1, 1), b"cccc")]
-    stacked = stack_tensors(tensors)
-    assert (stacked.shape, stacked.data) == ((2, 2, 1), b"aaaabbbbcccc\0\0\0\0")
+def test_a_vocabulary_for_guided_decoding_must_be_the_models(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", 3, {"a": 0, "b": 1})
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
+    check_vocabulary(GuidedDecodingConfig(encoded_vocab=["a", "b"]), folder)
+    for vocabulary in (["a", "c"], ["a"], ["a", "b", "c"]):
+        with pytest.raises(InvalidArgumentError, match="encoded_vocab"):
+            check_vocabulary(GuidedDecodingConfig(encoded_vocab=vocabulary), folder)
+    other = json.dumps({"model": {"vocab": {"b": 0, "a": 1}}})
+    with pytest.raises(InvalidArgumentError, match="tokenizer_str"):
+        check_vocabulary(GuidedDecodingConfig(encoded_vocab=["a", "b"], tokenizer_str=other), folder)
+    with pytest.raises(InvalidArgumentError, match="encoded_vocab"):
+        GuidedDecodingConfig(tokenizer_str=other).validate()
 
 
 def test_the_queue_of_a_result() -> None:

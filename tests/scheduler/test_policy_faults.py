@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from scheduler.core.active_requests import LlmRequest, RequestList, RequestListCapacity, RequestListScheduler
 from scheduler.core.capacity_scheduler import CapacityScheduler, GuaranteedNoEvict
 from scheduler.core.effects import PolicyFailed
 from scheduler.core.events import Recovered
@@ -17,6 +16,8 @@ from scheduler.core.request import FinishReason, Request
 from scheduler.core.request_scheduler import SimpleScheduler
 from scheduler.core.steps import StepBuilder
 from scheduler.core.worker_group import WorkerGroup
+from scheduler.list_schedulers import CapacityScheduler as ListPolicy
+from scheduler.list_schedulers import ListCapacity, LlmRequest, RequestList
 from tests.scheduler.harness import Harness
 
 
@@ -67,7 +68,7 @@ class ChokesOnSelect(GuaranteedNoEvict):
         return queued
 
 
-class ChokesOnList(RequestListScheduler):
+class ChokesOnList(ListPolicy):
     """Fails on any list that contains `b`, once `b` has `after` tokens."""
 
     after = 0
@@ -91,8 +92,8 @@ class ChokesLater(ChokesOnList):
 POLICIES: list[Callable[[], CapacityScheduler]] = [
     ChokesOnStart,
     ChokesOnSelect,
-    lambda: RequestListCapacity(ChokesOnList),
-    lambda: RequestListCapacity(ChokesLater),
+    lambda: ListCapacity(ChokesOnList),
+    lambda: ListCapacity(ChokesLater),
 ]
 
 

@@ -8,20 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from midstream.executor import (
-    BatchingType,
-    BatchManager,
     CapacitySchedulerPolicy,
-    GenerationRequest,
+    GptManager,
     InferenceRequest,
     KvCacheConfig,
-    OptionalParams,
+    NamedTensor,
     PeftCacheConfig,
-    SamplingParams,
     SchedulerConfig,
+    TrtGptModelOptionalParams,
+    TrtGptModelType,
 )
-from midstream.extras import Tensor
 
 PROMPT = [504, 2365, 282, 4649, 314]
 
@@ -33,17 +32,14 @@ def test_the_example(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     One request with all tensors, two beams.
     """
     monkeypatch.setenv("MIDSTREAM_MAX_BATCH_SIZE", "16")
-    params = SamplingParams(
-        max_tokens=3, beam_width=2, temperature=1.0, ignore_eos=True, log_probs=0, length_penalty=0.0
-    )
-    plain = SamplingParams(
-        max_tokens=3, temperature=0.0, ignore_eos=True, return_context_logits=True, return_generation_logits=True
-    )
-    waiting = [
-        InferenceRequest(2**64 - 1, GenerationRequest(PROMPT, params)),
-        InferenceRequest(7, GenerationRequest(PROMPT, plain)),
-    ]
-    answers: dict[int, dict[str, Tensor]] = {}
+    beams = InferenceRequest(2**64 - 1)
+    beams.input_ids, beams.max_new_tokens = np.array([PROMPT], np.int32), np.array([[3]], np.int32)
+    beams.beam_width, beams.return_log_probs = np.array([[2]], np.int32), np.array([[True]])
+    plain = InferenceRequest(7)
+    plain.input_ids, plain.max_new_tokens = torch.tensor([PROMPT]), torch.tensor([[3]])
+    plain.return_context_logits = plain.return_generation_logits = torch.tensor([[True]])
+    waiting = [beams, plain]
+    answers: dict[int, dict[str, torch.Tensor]] = {}
     stats: list[str] = []
     done = threading.Event()
 
@@ -51,35 +47,23 @@ def test_the_example(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert max_num_requests < 0
         return [waiting.pop() for _ in range(len(waiting))]
 
-    def send_response(request_id: int, tensors: Sequence[Tensor], is_final: bool, error: str) -> None:
+    def send_response(request_id: int, tensors: Sequence[NamedTensor], is_final: bool, error: str) -> None:
         assert (is_final, error) == (True, "")
-        answers[request_id] = {tensor.name: tensor for tensor in tensors}
+        answers[request_id] = {item.name: item.tensor for item in tensors}
         if len(answers) == 2:
             done.set()
 
-    optional = OptionalParams(
+    optional = TrtGptModelOptionalParams(
         kv_cache_config=KvCacheConfig(max_tokens=2048, free_gpu_memory_fraction=0.5),
         enable_trt_overlap=True,
         enable_chunked_context=True,
-        peft_cache_manager_config=PeftCacheConfig(
-            num_host_module_layer=0,
-            num_device_module_layer=0,
-            optimal_adapter_size=8,
-            max_adapter_size=64,
-            num_put_workers=1,
-            num_ensure_workers=1,
-            num_copy_streams=1,
-            max_pages_per_block_host=24,
-            max_pages_per_block_device=24,
-            device_cache_percent=0.05,
-            host_cache_size=1 << 30,
-        ),
+        peft_cache_manager_config=PeftCacheConfig(0, 0, 8, 64, 1, 1, 1, 24, 24, 0.05, 1 << 30),
     )
-    with BatchManager.create(
-        str(folders / "model"),
-        BatchingType.INFLIGHT_FUSED,
+    with GptManager(
+        folders / "model",
+        TrtGptModelType.InflightFusedBatching,
         4,
-        SchedulerConfig(policy=CapacitySchedulerPolicy.MAX_UTILIZATION),
+        SchedulerConfig(CapacitySchedulerPolicy.MAX_UTILIZATION),
         get_inference_requests,
         send_response,
         set,
@@ -87,26 +71,22 @@ def test_the_example(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         optional,
     ):
         assert done.wait(120)
-    beams, alone = answers[2**64 - 1], answers[7]
-    shapes = {name: tensor.shape for name, tensor in beams.items()}
+    found, alone = answers[2**64 - 1], answers[7]
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     assert shapes == {
         "output_ids": (1, 2, 8),
         "sequence_length": (1, 1),
         "context_logits": (1, 1, 1),
         "generation_logits": (1, 1, 1, 1),
-        "log_probs": (1, 2, 3),
+        "output_log_probs": (1, 2, 3),
         "cum_log_probs": (1, 2),
     }
-    assert np.frombuffer(beams["sequence_length"].data, np.int32).tolist() == [8]
-    ids = np.frombuffer(beams["output_ids"].data, np.int32).reshape(2, 8)
-    assert ids[:, :5].tolist() == [PROMPT, PROMPT]
-    log_probs = np.frombuffer(beams["log_probs"].data, np.float32).reshape(2, 3)
-    totals = np.frombuffer(beams["cum_log_probs"].data, np.float32)
-    np.testing.assert_allclose(log_probs.sum(axis=1), totals, rtol=1e-5)
+    assert found["sequence_length"].tolist() == [[8]]
+    assert found["output_ids"][0, :, :5].tolist() == [PROMPT, PROMPT]
+    totals = found["cum_log_probs"][0]
+    torch.testing.assert_close(found["output_log_probs"][0].sum(dim=1), totals)
     assert totals[0] >= totals[1]
     assert alone["context_logits"].shape == (1, 5, 49152)
     assert alone["generation_logits"].shape == (1, 1, 3, 49152)
-    logits = np.frombuffer(alone["generation_logits"].data, np.float32).reshape(3, 49152)
-    output = np.frombuffer(alone["output_ids"].data, np.int32)[5:]
-    assert logits.argmax(axis=1).tolist() == output.tolist()
+    assert alone["generation_logits"][0, 0].argmax(dim=1).tolist() == alone["output_ids"][0, 0, 5:].tolist()
     assert stats

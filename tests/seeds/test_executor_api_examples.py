@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import pytest
 import torch
 import transformers
 
-from midstream.errors import InvalidArgumentError, NotFoundError
 from midstream.executor import (
     AdditionalModelOutput,
     Executor,
     ExecutorConfig,
+    FinishReason,
     GuidedDecodingConfig,
     GuidedDecodingParams,
     KvCacheConfig,
@@ -27,8 +28,10 @@ from midstream.executor import (
     OutputConfig,
     ParallelConfig,
     Request,
+    RequestStage,
     RequestState,
     Response,
+    Result,
     SamplingConfig,
 )
 from tests.example_package import install
@@ -66,13 +69,15 @@ def executor(folders: Path, guided: dict[str, Any], tmp_path_factory: pytest.Tem
     """
     config = ExecutorConfig(
         max_beam_width=20,
-        kv_cache_config=KvCacheConfig(max_tokens=4096),
+        kv_cache_config=KvCacheConfig(True, 4096),
         parallel_config=ParallelConfig(tensor_parallel_size=2),
         guided_decoding_config=GuidedDecodingConfig(
+            GuidedDecodingConfig.GuidedDecodingBackend.XGRAMMAR,
             encoded_vocab=guided["encoded_vocab"],
             tokenizer_str=guided["tokenizer_str"],
             stop_token_ids=guided["stop_token_ids"],
         ),
+        request_stats_max_iterations=1000,
         settings={"max_batch_size": 32, "num_threads": 1, "kernels": "torch"},
     )
     site = install(EXAMPLE_PROBES, tmp_path_factory.mktemp("package"))
@@ -90,31 +95,29 @@ def model(folders: Path) -> Any:
 def finish(executor: Executor, request_id: int) -> list[Response]:
     """Return all responses to a request."""
     responses: list[Response] = []
-    while not responses or not responses[-1].is_final:
-        responses += executor.await_responses(request_id, timeout=60)
+    while not responses or not (responses[-1].has_error() or responses[-1].result.is_final):
+        responses += executor.await_responses(request_id, timedelta(seconds=60))
     return responses
 
 
-def array(tensor: Any) -> np.ndarray[Any, Any]:
-    return np.frombuffer(tensor.data, tensor.dtype).reshape(tensor.shape)
+def outputs(result: Result) -> dict[str, Any]:
+    return {item.name: item.output for item in result.additional_outputs}
 
 
 def test_requests_run_on_ranks_and_any_response_is_awaited(executor: Executor, model: Any) -> None:
     assert executor.can_enqueue_requests()
-    greedy = SamplingConfig(temperature=0.0)
-    ids = executor.enqueue_requests([Request(PROMPT[:size], 6, sampling_config=greedy, end_id=0) for size in (3, 4, 5)])
+    ids = executor.enqueue_requests([Request(PROMPT[:size], 6) for size in (3, 4, 5)])
     assert len(set(ids)) == 3
     found: dict[int, list[int]] = {}
     while len(found) < 3:
-        for response in executor.await_responses(timeout=60):
+        for response in executor.await_responses(timedelta(seconds=60)):
             assert not response.has_error()
-            assert response.result is not None
             assert response.result.is_final
             found[response.request_id] = response.result.output_token_ids[0]
     for request_id, size in zip(ids, (3, 4, 5), strict=True):
         tokens = torch.tensor([PROMPT[:size]])
         expected = model.generate(tokens, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
-        assert found[request_id] == expected[0, size:].tolist()
+        assert found[request_id] == expected[0].tolist()
 
 
 def test_additional_outputs(executor: Executor, model: Any) -> None:
@@ -124,30 +127,29 @@ def test_additional_outputs(executor: Executor, model: Any) -> None:
         executor::OutputConfig{false, false, false, true, false, false, additionalOutputs}};
     executor.enqueueRequest(request);
     """
-    outputs = [AdditionalModelOutput("TopKLogits", True)]
-    config = OutputConfig(False, False, False, True, False, False, outputs)
-    request_id = executor.enqueue_request(Request(PROMPT, 4, True, SamplingConfig(), config, end_id=0))
-    responses = [response.result for response in finish(executor, request_id)]
-    generated = [item.additional_outputs["TopKLogits"] for item in responses if item and item.output_token_ids[0]]
-    context = [item.additional_outputs.get("context_TopKLogits") for item in responses if item]
+    wanted = [AdditionalModelOutput("TopKLogits", True)]
+    config = OutputConfig(False, False, False, True, False, False, wanted)
+    request_id = executor.enqueue_request(Request(PROMPT, 4, True, SamplingConfig(), config))
+    found = [outputs(response.result) for response in finish(executor, request_id)]
+    generated = [item["TopKLogits"] for item in found]
+    context = [item["context_TopKLogits"] for item in found if "context_TopKLogits" in item]
     assert all(tensor.shape[0] == 1 and tensor.shape[2] == 3 for tensor in generated)
     assert sum(tensor.shape[1] for tensor in generated) == 4
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT])).logits[0]
-    values = np.concatenate([array(tensor) for tensor in context if tensor is not None])
-    np.testing.assert_allclose(values, logits.topk(3, dim=1).values.numpy(), atol=1e-3)
+    np.testing.assert_allclose(np.concatenate(context), logits.topk(3, dim=1).values.numpy(), atol=1e-3)
 
 
 def test_num_return_sequences(executor: Executor) -> None:
     """Each response has one sequence; isFinal is set only once, when all sequences have ended."""
-    request = Request(PROMPT, 5, True, SamplingConfig(seed=1), end_id=0, num_return_sequences=3)
+    request = Request(PROMPT, 5, True, SamplingConfig(seed=1, top_p=1.0), num_return_sequences=3)
     results = [response.result for response in finish(executor, executor.enqueue_request(request))]
-    assert {result.sequence_index for result in results if result} == {0, 1, 2}
+    assert {result.sequence_index for result in results} == {0, 1, 2}
     for index in range(3):
-        own = [result for result in results if result and result.sequence_index == index]
+        own = [result for result in results if result.sequence_index == index]
         assert [result.is_sequence_final for result in own] == [False] * (len(own) - 1) + [True]
         assert sum(len(result.output_token_ids[0]) for result in own) == 5
-    assert [result.is_final for result in results if result] == [False] * (len(results) - 1) + [True]
+    assert [result.is_final for result in results] == [False] * (len(results) - 1) + [True]
 
 
 @pytest.mark.parametrize(("width", "returned", "count"), [(3, None, 3), (4, 2, 2), (20, None, 20)])
@@ -157,16 +159,17 @@ def test_all_beams_come_back_in_one_result(
     """The sequence index is 0, and num_return_sequences limits the number of beams."""
     output = OutputConfig(return_log_probs=True)
     config = SamplingConfig(beam_width=width, num_return_sequences=returned)
-    (response,) = finish(executor, executor.enqueue_request(Request(PROMPT, 4, False, config, output, end_id=0)))
+    (response,) = finish(executor, executor.enqueue_request(Request(PROMPT, 4, False, config, output)))
     result = response.result
-    assert result is not None
     assert (result.sequence_index, result.is_sequence_final, result.is_final) == (0, True, True)
     tokens = torch.tensor([PROMPT])
     expected = model.generate(
         tokens, max_new_tokens=4, num_beams=width, num_return_sequences=count, do_sample=False, length_penalty=0.0,
         early_stopping=True, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
-    assert result.output_token_ids == expected[:, len(PROMPT) :].tolist()
+    assert result.output_token_ids == expected.tolist()
+    assert result.cum_log_probs is not None
+    assert result.log_probs is not None
     assert len(result.cum_log_probs) == count
     for log_probs, total in zip(result.log_probs, result.cum_log_probs, strict=True):
         assert sum(log_probs) == pytest.approx(total, abs=1e-3)
@@ -174,53 +177,64 @@ def test_all_beams_come_back_in_one_result(
 
 def test_beams_wider_than_configured_are_refused(executor: Executor) -> None:
     (response,) = finish(executor, executor.enqueue_request(Request(PROMPT, 4, False, SamplingConfig(beam_width=21))))
-    assert isinstance(response.error, InvalidArgumentError)
     assert "beam_width" in response.error_msg
 
 
 def test_cancel_and_statistics_while_it_runs(executor: Executor) -> None:
     executor.get_latest_iteration_stats()
-    request_id = executor.enqueue_request(Request(PROMPT, LONG, streaming=True, end_id=0))
-    (first, *_) = executor.await_responses(request_id, timeout=60)
-    assert first.result is not None
-    (stats,) = executor.get_latest_request_stats()
-    assert stats.id == request_id
-    assert stats.state in (RequestState.GENERATION_PHASE, RequestState.GENERATING)
-    assert stats.context_prefill_position == len(PROMPT)
-    assert stats.num_generated_tokens > 0
-    assert int(str(stats.fields["allocTotalBlocksPerRequest"])) > 0
+    executor.get_latest_request_stats()
+    request_id = executor.enqueue_request(Request(PROMPT, LONG, streaming=True, client_id=5))
+    (first, *_) = executor.await_responses(request_id, timedelta(seconds=60))
+    assert (first.request_id, first.client_id) == (request_id, 5)
     executor.cancel_request(request_id)
-    last = finish(executor, request_id)[-1]
-    assert last.result is not None
-    assert last.result.finish_reason == "abort"
-    (stats,) = executor.get_latest_request_stats([request_id])
-    assert stats.state is RequestState.ABORTED
-    iterations = executor.get_latest_iteration_stats()
-    assert len(iterations) >= stats.num_generated_tokens - 1
-    with pytest.raises(NotFoundError):
-        executor.await_responses(request_id)
+    last = finish(executor, request_id)[-1].result
+    assert last.finish_reasons == [FinishReason.CANCELLED]
+    num_iterations = len(executor.get_latest_iteration_stats())
+    assert num_iterations > 0
+    states = [stats for item in executor.get_latest_request_stats() for stats in item.request_stats]
+    running = [stats for stats in states if stats.stage is RequestStage.GENERATION_IN_PROGRESS]
+    assert running
+    assert {stats.id for stats in states} == {request_id}
+    assert all(stats.context_prefill_position == len(PROMPT) for stats in running)
+    assert all(stats.alloc_total_blocks_per_request > 0 for stats in running)
+    (gone,) = executor.await_responses(request_id)
+    assert gone.error_msg == f"ReqId {request_id} has already been processed and was terminated."
 
 
-def test_structured_output(executor: Executor) -> None:
-    guide = GuidedDecodingParams(regex="(so|the)( on){2}")
-    request = Request(PROMPT, 20, sampling_config=SamplingConfig(seed=2), guided_decoding_params=guide)
-    (response,) = finish(executor, executor.enqueue_request(request))
-    assert response.result is not None
-    assert response.result.text in ("so on on", "the on on")
+def test_structured_output(executor: Executor, guided: dict[str, Any]) -> None:
+    """All four guide types, decoded by transformers' tokenizer."""
+    kinds = GuidedDecodingParams.GuideType
+    guides = [
+        GuidedDecodingParams(kinds.REGEX, "(so|the)( on){2}"),
+        GuidedDecodingParams(kinds.EBNF_GRAMMAR, 'root ::= ("so" | "the") " on on"'),
+        GuidedDecodingParams(kinds.JSON_SCHEMA, '{"enum": ["so on on", "the on on"]}'),
+    ]
+    for guide in guides:
+        config = SamplingConfig(seed=2, top_p=1.0)
+        output = OutputConfig(exclude_input_from_output=True)
+        request = Request(
+            PROMPT, 20, sampling_config=config, output_config=output, guided_decoding_params=guide,
+            end_id=guided["stop_token_ids"][0],
+        )  # fmt: skip
+        (response,) = finish(executor, executor.enqueue_request(request))
+        text = guided["tokenizer"].decode(response.result.output_token_ids[0])
+        assert text.strip('"') in ("so on on", "the on on")
+        assert response.result.finish_reasons == [FinishReason.END_ID]
 
 
 def test_life_cycle(executor: Executor) -> None:
-    from midstream.executor import GenerationRequest, GenerationResult, SamplingParams
+    from midstream.executor import GenerationExecutor, GenerationRequest, GenerationResult, SamplingParams
 
-    request = GenerationRequest(PROMPT, SamplingParams(max_tokens=LONG, end_id=0), streaming=True)
-    assert GenerationResult(request, lambda _: None).state is RequestState.PENDING
-    result = executor.submit(request)
-    seen = [result.state]
-    next(iter(result))
-    seen.append(result.state)
-    executor.abort_request(request.id)
-    result.result(timeout=60)
-    seen.append(result.state)
+    with GenerationExecutor.create(address=executor._service.addresses if executor._service else []) as other:
+        request = GenerationRequest(PROMPT, SamplingParams(max_tokens=LONG, end_id=-1), streaming=True)
+        assert GenerationResult(request, lambda _: None).state is RequestState.PENDING
+        result = other.submit(request)
+        seen = [result.state]
+        next(iter(result))
+        seen.append(result.state)
+        other.abort_request(request.id)
+        result.result(timeout=60)
+        seen.append(result.state)
     order = list(RequestState)
     assert [order.index(state) for state in seen] == sorted(order.index(state) for state in seen)
     assert seen[1] in (RequestState.GENERATION_PHASE, RequestState.GENERATING)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from midstream import executor as api
-from midstream.executor import CompletionOutput, GenerationExecutor, GenerationRequest, GenerationResult
+from midstream.executor import CompletionOutput, Executor, GenerationExecutor, GenerationRequest, GenerationResult
 from tests.scheduler.harness import Harness
 from tests.seeds.listings import run, tensorrt_llm
 
@@ -498,7 +498,7 @@ def test_retention_timeout_and_statistics(first: dict[str, Any], capsys: pytest.
 class SeedWorker:
     """The parts of the documentation's BaseWorker that its listings omit. It uses our executor as its engine."""
 
-    def __init__(self, executor: GenerationExecutor) -> None:
+    def __init__(self, executor: Executor) -> None:
         self.executor = executor
         self.req_id_to_client_id: dict[int, int] = {}
         self._results: dict[int, Any] = {}
@@ -547,7 +547,8 @@ def test_the_workers_listing_runs_on_our_executor(first: dict[str, Any]) -> None
     methods = run(GENERATE_ASYNC + ENQUEUE + RESPONSES, **shared)
     methods |= {"submit": run(SUBMIT, **{**shared, "GenerationResult": make_result})["submit"]}
     listed = {name: methods[name] for name in ("submit", "_enqueue_request", "generate_async", "_handle_responses")}
-    worker: Any = type("BaseWorker", (SeedWorker,), listed)(first["executor"])
+    service = first["executor"]._service
+    worker: Any = type("BaseWorker", (SeedWorker,), listed)(Executor.connect(service.addresses))
     greedy = api.SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     expected = first["executor"].generate([1, 15043, 29892], greedy).outputs[0].token_ids
     result = worker.generate_async([1, 15043], api.SamplingParams(max_tokens=6, temperature=0), query_token_ids=[29892])
@@ -555,11 +556,12 @@ def test_the_workers_listing_runs_on_our_executor(first: dict[str, Any]) -> None
     thread.start()
     output = result.result(timeout=60)
     thread.join(60)
+    worker.executor.shutdown()
     assert worker._error_queue.empty()
-    assert output.finish_reason in ("length", "stop")
-    # The listing passes only prompt_token_ids.
-    alone = first["executor"].generate([1, 15043], api.SamplingParams(max_tokens=6, temperature=0))
-    assert output.token_ids == alone.outputs[0].token_ids
+    assert output.finish_reason is api.FinishReason.LENGTH
+    # The listing passes only prompt_token_ids, and its output begins with them.
+    alone = first["executor"].generate([1, 15043], greedy)
+    assert output.token_ids == [1, 15043, *alone.outputs[0].token_ids]
     whole = first["executor"].generate([1, 15043], greedy, query_token_ids=[29892])
     assert whole.outputs[0].token_ids == expected
 

@@ -7,15 +7,24 @@ import random
 import pytest
 
 from midstream.executor import CapacitySchedulerPolicy
-from scheduler.core.active_requests import (
-    LlmRequest,
-    LlmRequestState,
-    RequestList,
-    RequestListCapacity,
-    RequestListScheduler,
-)
+from scheduler.core.capacity_scheduler import GuaranteedNoEvict
 from scheduler.core.micro_batch_scheduler import InflightFused
 from scheduler.core.request_scheduler import SimpleScheduler
+from scheduler.list_schedulers import (
+    BindMicroBatchScheduler,
+    CapacityScheduler,
+    KvCacheManager,
+    ListCapacity,
+    ListMicroBatch,
+    ListScheduler,
+    LlmRequest,
+    LlmRequestState,
+    MicroBatchScheduler,
+    RequestList,
+    RequestScheduler,
+    SchedulerOutput,
+)
+from scheduler.list_schedulers import SimpleScheduler as ListSimpleScheduler
 from tests.scheduler.harness import Harness
 from tests.seeds.listings import run
 
@@ -75,15 +84,20 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
 """  # noqa: E501
 
 
-def make_harness() -> Harness:
+def make_policy() -> type[CapacityScheduler]:
     names = run(
         GUARANTEED_NO_EVICT,
-        CapacityScheduler=RequestListScheduler,
+        CapacityScheduler=CapacityScheduler,
         LlmRequest=LlmRequest,
         LlmRequestState=LlmRequestState,
         RequestList=RequestList,
     )
-    capacity = RequestListCapacity(names["GuaranteedNoEvictScheduler"])
+    policy: type[CapacityScheduler] = names["GuaranteedNoEvictScheduler"]
+    return policy
+
+
+def make_harness() -> Harness:
+    capacity = ListCapacity(make_policy())
     return Harness(scheduler=SimpleScheduler(capacity, InflightFused()))
 
 
@@ -115,6 +129,54 @@ def test_under_load_it_never_pauses_requests_and_finishes_all(seed: int) -> None
     harness.check_is_empty()
     assert len(harness.ended) == 30
     assert harness.core.totals.num_preemptions == 0
+
+
+def test_a_list_of_requests_decides_who_generates_and_whose_prompt_is_computed() -> None:
+    """The policy computes prompts one at a time, last first, and generates only when no prompt is left."""
+
+    class LastFirst(MicroBatchScheduler):
+        def schedule(
+            self, active_requests: RequestList, inflight_request_ids: object
+        ) -> tuple[RequestList, RequestList]:
+            context = [item for item in active_requests if item.state is LlmRequestState.CONTEXT_INIT]
+            return context[-1:], [] if context else active_requests
+
+    harness = Harness(scheduler=SimpleScheduler(GuaranteedNoEvict(), ListMicroBatch(LastFirst)))
+    harness.add_group(num_blocks=16)
+    for name in "ab":
+        harness.submit(name, 4, 2)
+    harness.run()
+    harness.check_is_empty()
+    assert [plan for plan in harness.plans if "+" in plan] == ["+b[0:4]", "+a[0:4]"]
+    assert len(harness.ended) == 2
+
+
+def test_one_class_decides_everything() -> None:
+    """At most one request runs at a time, the newest first."""
+
+    class OneByOne(RequestScheduler):
+        def schedule_request(self, active_requests: RequestList, inflight_request_ids: object) -> SchedulerOutput:
+            running = [item for item in active_requests if not item.is_queued]
+            chosen = running or active_requests[-1:]
+            context = [item for item in chosen if item.state is LlmRequestState.CONTEXT_INIT]
+            return SchedulerOutput(context, [item for item in chosen if item not in context])
+
+    harness = Harness(scheduler=ListScheduler(OneByOne))
+    harness.add_group(num_blocks=16)
+    for name in "abc":
+        harness.submit(name, 4, 2)
+    harness.run()
+    harness.check_is_empty()
+    assert [plan for plan in harness.plans if "+" in plan] == ["+c[0:4]", "+b[0:4]", "+a[0:4]"]
+
+
+def test_the_listed_policy_and_a_bound_one_make_a_simple_scheduler() -> None:
+    policy = make_policy()
+    harness = Harness()
+    harness.add_group(num_blocks=8)
+    manager = KvCacheManager(harness.core.groups[0])
+    simple = ListSimpleScheduler(policy(4, manager.impl), BindMicroBatchScheduler(4, 16))
+    assert simple.capacity_scheduler.kv_cache_manager is manager
 
 
 def test_the_policies_have_the_documentations_names() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from scheduler.core.active_requests import KvCacheManager, LlmRequest, RequestList, RequestListScheduler
+from scheduler.list_schedulers import CapacityScheduler, KvCacheManager, LlmRequest, RequestList
 
 
-class ShortestFirst(RequestListScheduler):
+class ShortestFirst(CapacityScheduler):
     """Starts the requests that fit until their end, shortest first; none overtakes the first request that does
     not fit.
     """

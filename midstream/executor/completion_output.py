@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from midstream.chunk import Chunk
+from midstream.executor.tensors import AnyTensor, first_rows, to_user
 from midstream.extras import CONTEXT, LogProbs, Tensor, join_tensors
-
-
-@dataclass(frozen=True, slots=True)
-class AdditionalModelOutput:
-    """A named output of the model.
-
-    Attributes:
-        name: Such as `hidden_states.0` or `topk_logits.5`, or the name of an output probe registered in the workers.
-        gather_context: Whether to report the output for the prompt's tokens too.
-    """
-
-    name: str
-    gather_context: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +48,28 @@ class CompletionOutput:
     kind_changed_at: int | None = None
 
     @property
-    def generation_logits(self) -> Tensor | None:
+    def generation_logits(self) -> AnyTensor | None:
         """The model's unmodified logits at each token [tokens, vocabulary], if requested."""
-        return self.whole_tensors().get("generation_logits")
+        return to_user(self.whole_tensors().get("generation_logits"))
 
     @property
-    def additional_generation_outputs(self) -> dict[str, Tensor]:
+    def additional_generation_outputs(self) -> dict[str, AnyTensor]:
         """Additional outputs for the generated tokens, by name."""
         tensors = self.whole_tensors()
         return {
-            name: tensor
+            name: to_user(tensor)
             for name, tensor in tensors.items()
             if name != "generation_logits" and not name.startswith(CONTEXT)
         }
+
+    def drop_last_token(self) -> None:
+        """Remove the end token or stop token, which is not part of the output, and what was reported with it."""
+        num_left = max(len(self.token_ids) - 1, 0)
+        del self.token_ids[num_left:], self.token_ids_diff[-1:], self.logprobs[num_left:]
+        self.tensors = [
+            tensor if name.startswith(CONTEXT) else first_rows(tensor, num_left)
+            for name, tensor in self.whole_tensors().items()
+        ]
 
     def whole_tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name; names of the prompt's tensors begin with `context_`."""
@@ -115,12 +111,3 @@ def logprobs_by_token(rows: LogProbs, token_ids: list[int] | tuple[int, ...] | o
             entry[ids[row]] = Logprob(log_prob, rank)
         result.append(entry)
     return result
-
-
-def stack_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """Stack the tensors of all beams to [beams, longest, ...], padding shorter ones with zeros."""
-    first = tensors[0]
-    longest = max(tensor.shape[0] for tensor in tensors)
-    row_bytes = max((len(tensor.data) // tensor.shape[0] for tensor in tensors if tensor.shape[0]), default=0)
-    data = b"".join(tensor.data.ljust(longest * row_bytes, b"\0") for tensor in tensors)
-    return Tensor(first.name, first.dtype, (len(tensors), longest, *first.shape[1:]), data)

@@ -1,8 +1,8 @@
 """A request's output, which the executor's thread writes, and any thread or event loop can read.
 
 1. Chunks arrive in the executor's thread and wait in `_arrived`.
-2. A reader takes them: iteration merges waiting chunks into the output of their sequence; `await_responses` converts
-   them to responses. Each chunk goes to the first reader; `outputs` has everything that was read.
+2. A reader takes them and merges them into the output of their sequence. Each chunk goes to the first reader; `outputs`
+   has everything that was read.
 3. After the final chunk, no reader waits any longer; if the request failed, its error is raised to its readers.
 """
 
@@ -20,11 +20,11 @@ from dataclasses import replace
 
 from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage
 from midstream.errors import MidstreamError
+from midstream.executor.completion_output import CompletionOutput, Logprob, logprobs_by_token
+from midstream.executor.generation_request import GenerationRequest
 from midstream.executor.lifecycle import RequestState
-from midstream.executor.output import CompletionOutput, Logprob, logprobs_by_token
-from midstream.executor.request import GenerationRequest
-from midstream.executor.response import Response, response_of_beams, response_of_chunk
-from midstream.extras import CONTEXT, Tensor
+from midstream.executor.tensors import AnyTensor, to_user
+from midstream.extras import CONTEXT
 
 
 class ResultQueue:
@@ -111,20 +111,19 @@ class GenerationResult:
         self._news: Future[None] = Future()
         self._ended = False
         self._end_state: RequestState | None = None
-        self._was_read = False
         self._error: MidstreamError | None = None
 
     @property
-    def context_logits(self) -> Tensor | None:
+    def context_logits(self) -> AnyTensor | None:
         """The model's logits at each prompt token [tokens, vocabulary], if requested."""
-        return self.outputs[0].whole_tensors().get("context_logits")
+        return to_user(self.outputs[0].whole_tensors().get("context_logits"))
 
     @property
-    def additional_context_outputs(self) -> dict[str, Tensor]:
+    def additional_context_outputs(self) -> dict[str, AnyTensor]:
         """Additional outputs for the prompt's tokens, by name."""
         tensors = self.outputs[0].whole_tensors()
         names = [name for name in tensors if name.startswith(CONTEXT) and name != "context_logits"]
-        return {name.removeprefix(CONTEXT): tensors[name] for name in names}
+        return {name.removeprefix(CONTEXT): to_user(tensors[name]) for name in names}
 
     @property
     def streaming(self) -> bool:
@@ -197,29 +196,6 @@ class GenerationResult:
                 self._end_state = RequestState.FINISHED if self._end_state is None else self._end_state
                 self._wake()
 
-    def take_responses(self) -> list[Response]:
-        """Return unread output for the executor: one response per chunk, or one for all beams at the end."""
-        with self._lock:
-            is_search = self.request.is_beam_search
-            if is_search and not self._ended:
-                return []
-            chunks = list(self._arrived)
-            self._arrived.clear()
-            for chunk in chunks:
-                self._merge(chunk)
-            is_read, is_news = self._ended, self._ended and not self._was_read
-            self._was_read = is_read
-            if is_search:
-                results = [response_of_beams(self.outputs, self.perf_metrics)] if chunks and not self._error else []
-            else:
-                results = [response_of_chunk(chunk) for chunk in chunks]
-        responses = [Response(self.request.id, result) for result in results]
-        if is_news and self._error is not None:
-            responses.append(Response(self.request.id, error=self._error))
-        if is_news:
-            self._on_taken(self)
-        return responses
-
     @property
     def has_arrived(self) -> bool:
         """Whether output is waiting; used by the queue."""
@@ -264,9 +240,21 @@ class GenerationResult:
         output.add(chunk)
         if chunk.extras is not None and chunk.extras.prompt_log_probs is not None:
             self.prompt_logprobs += logprobs_by_token(chunk.extras.prompt_log_probs, self._prompt_ids())
+        params = self.request.sampling_params
+        if isinstance(output.stop_reason, int) and chunk.is_sequence_final and not params.include_stop_str_in_output:
+            output.drop_last_token()
         if chunk.is_final:
             self.usage, self.perf_metrics = chunk.usage, chunk.perf_metrics
+            if params.num_beams == 1 and params.num_sequences > params.n:
+                self._keep_best(params.n)
         return output
+
+    def _keep_best(self, number: int) -> None:
+        """Keep only the sequences with the highest probability, best first."""
+        self.outputs.sort(key=lambda output: -(output.cumulative_logprob or 0.0))
+        del self.outputs[number:]
+        for index, output in enumerate(self.outputs):
+            output.index = index
 
     def _prompt_ids(self) -> list[int]:
         """Return the prompt tokens whose log probabilities come next; empty if the prompt was text."""

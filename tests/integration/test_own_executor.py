@@ -1,0 +1,159 @@
+"""An executor that starts services for a model without a tokenizer: functions of the client as logits post-processors,
+LoRA weights as tensors, and models from memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from midstream.errors import UnsupportedError
+from midstream.executor import (
+    Executor,
+    ExecutorConfig,
+    GenerationExecutor,
+    KvCacheConfig,
+    LogitsPostProcessorConfig,
+    LoraConfig,
+    LoRARequest,
+    ModelType,
+    OutputConfig,
+    Request,
+    SamplingConfig,
+    SamplingParams,
+)
+from tests.faults.small_model import make_small_model
+
+PROMPT = [1, 2, 3, 4]
+EXCLUDED = OutputConfig(exclude_input_from_output=True)
+calls: list[tuple[int, int | None, list[list[int]], tuple[int, ...]]] = []
+
+
+def only_42(request_id: int, logits: Any, tokens: list[list[int]], stream: int, client_id: int | None) -> None:
+    """Change the logits in place."""
+    calls.append((request_id, client_id, tokens, tuple(logits.shape)))
+    logits[:] = float("-inf")
+    logits[..., 42] = 0
+
+
+def only_43(
+    request_ids: list[int], logits: list[Any], tokens: list[Any], stream: int, client_ids: list[int | None]
+) -> None:
+    for item in logits:
+        item[:] = float("-inf")
+        item[..., 43] = 0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_small_model(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def executor(model: Path) -> Iterator[Executor]:
+    config = ExecutorConfig(2, kv_cache_config=KvCacheConfig(True, 2048), settings={"num_threads": 1})
+    config.logits_post_processor_config = LogitsPostProcessorConfig({"my_logits_pp": only_42}, only_43)
+    with Executor(model, ModelType.DECODER_ONLY, config) as executor:
+        yield executor
+
+
+def finish(executor: Executor, request: Request) -> list[list[int]]:
+    request.output_config = EXCLUDED
+    (response,) = executor.await_responses(executor.enqueue_request(request), timedelta(seconds=60))
+    return response.result.output_token_ids
+
+
+def test_functions_of_this_process_change_logits(executor: Executor) -> None:
+    calls.clear()
+    request = Request(PROMPT, 3, client_id=123)
+    request.logits_post_processor_name = "my_logits_pp"
+    assert finish(executor, request) == [[42] * 3]
+    assert [(client, tokens, shape[:2]) for _, client, tokens, shape in calls] == [
+        (123, [[*PROMPT, *[42] * count]], (1, 1)) for count in range(3)
+    ]
+    request.logits_post_processor_name = request.BATCHED_POST_PROCESSOR_NAME
+    assert finish(executor, request) == [[43] * 3]
+
+
+def test_a_function_of_a_request_gets_all_its_beams_and_the_executors_id(executor: Executor) -> None:
+    calls.clear()
+    request = Request(PROMPT, 3, sampling_config=SamplingConfig(2), logits_post_processor=only_42)
+    assert finish(executor, request)[0] == [42] * 3
+    assert len({request_id for request_id, *_ in calls}) == 1
+    assert {shape[:2] for *_, shape in calls} <= {(1, 1), (1, 2)}
+    assert all(len(tokens) == shape[1] for _, _, tokens, shape in calls)
+    other = Executor.connect(executor._service.addresses)  # type: ignore[union-attr]
+    with other, pytest.raises(UnsupportedError, match="logits_post_processor"):
+        other.enqueue_request(Request(PROMPT, 3, logits_post_processor=only_42))
+
+
+def test_an_exception_of_a_function_fails_only_its_request(executor: Executor) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no idea")
+
+    request_id = executor.enqueue_request(Request(PROMPT, 3, logits_post_processor=fail))
+    (response,) = executor.await_responses(request_id, timedelta(seconds=60))
+    assert "no idea" in response.error_msg
+    assert finish(executor, Request(PROMPT, 3, logits_post_processor=only_42)) == [[42] * 3]
+
+
+def test_penalties_count_the_prompt_and_follow_the_temperature(executor: Executor) -> None:
+    """A penalty of any size bans the tokens of the prompt and of the output, and a negative one repeats the prompt."""
+    (plain,) = finish(executor, Request(PROMPT, 3))
+    banned = SamplingConfig(presence_penalty=1e4, temperature=0.5)
+    (other,) = finish(executor, Request([*PROMPT, *plain], 3, sampling_config=banned))
+    assert not {*PROMPT, *plain} & {*other}
+    assert len({*other}) == 3
+    repeated = SamplingConfig(frequency_penalty=-1e4)
+    assert finish(executor, Request([7, 9, 9, 9], 3, sampling_config=repeated)) == [[9] * 3]
+
+
+def test_lora_weights_as_tensors_equal_the_folder(executor: Executor, tmp_path: Path) -> None:
+    folder = write_small_lora(tmp_path / "lora")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    rows, config = [], []
+    for layer in range(2):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{{}}.weight"
+        a, b = tensors[name.format("A")], tensors[name.format("B")]
+        rows.append(torch.cat([a.flatten(), (b * 2).flatten()]))  # the scale is part of the weights
+        config.append([1, layer, 4])
+    lora = LoraConfig(0, torch.stack(rows), torch.tensor(config, dtype=torch.int32))
+    found = finish(executor, Request(PROMPT, 8, lora_config=lora))
+    assert found != finish(executor, Request(PROMPT, 8))
+    assert finish(executor, Request(PROMPT, 8, lora_config=LoraConfig(0))) == found
+    addresses = executor._service.addresses  # type: ignore[union-attr]
+    with GenerationExecutor.create(address=addresses) as other:
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        result = other.generate(PROMPT, params, lora_request=LoRARequest("folder", 1, str(folder)))
+    assert [result.outputs[0].token_ids] == found
+
+
+def test_a_model_from_memory_gives_the_same_tokens(executor: Executor, model: Path) -> None:
+    weights, config = (model / "model.safetensors").read_bytes(), (model / "config.json").read_text()
+    settings = ExecutorConfig(kv_cache_config=KvCacheConfig(True, 2048), settings={"num_threads": 1})
+    with Executor(weights, config, ModelType.DECODER_ONLY, settings) as other:
+        assert finish(other, Request(PROMPT, 4)) == finish(executor, Request(PROMPT, 4))
+
+
+def test_a_model_that_does_not_exist() -> None:
+    with pytest.raises(Exception, match="File does not exist"):
+        Executor("Bla", ModelType.DECODER_ONLY, ExecutorConfig(1))
+    with pytest.raises(UnsupportedError, match="DECODER_ONLY"):
+        Executor("smollm2", ModelType.ENCODER_ONLY, ExecutorConfig(1))
+
+
+def write_small_lora(folder: Path) -> Path:
+    from tests.seeds.conftest import _write_lora
+
+    _write_lora(folder)
+    return folder
