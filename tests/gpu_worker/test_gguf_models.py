@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,8 @@ import transformers
 from gguf.constants import Keys
 
 from gpu_worker.models.families import FAMILIES, family_of
+from gpu_worker.models.weights.files import GgufFile
+from gpu_worker.models.weights.gguf_names import separate_experts
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import open_model_folder
 from midstream.model.prepare.gguf_source import lay_down
@@ -193,3 +196,26 @@ def test_every_family_that_reads_gguf_is_tested(tmp_path: Path) -> None:
     read = {family.title for family in FAMILIES if family.reads_gguf}
     made = {getattr(transformers, f"{tiny.family}Config").model_type for tiny in MODELS.values()}
     assert read == {family_of(model_type).title for model_type in made}
+
+
+@pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.MXFP4, gguf.GGMLQuantizationType.Q8_0])
+def test_each_expert_of_a_quantized_tensor_is_read_in_its_format(
+    kind: gguf.GGMLQuantizationType, tmp_path: Path
+) -> None:
+    values = np.random.default_rng(0).normal(size=(4, 96, 64)).astype(np.float32)
+    blocks = gguf.quants.quantize(values, kind)
+    writer = gguf.GGUFWriter(tmp_path / "file.gguf", "gpt-oss")
+    writer.add_tensor("blk.1.ffn_gate_exps.weight", blocks, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile([tmp_path / "file.gguf"], separate_experts(family_of("gpt_oss").names), None)
+    wanted = gguf.quants.dequantize(blocks, kind)
+    names = [f"model.layers.1.mlp.experts.{i}.gate_proj.weight" for i in range(4)]
+    assert file.names() == names
+    for name, values_of in zip(names, wanted, strict=True):
+        weight = file.matrix(name)
+        assert (weight.format, weight.shape) == ("mxfp4" if kind.name == "MXFP4" else "q8", (96, 64))
+        assert np.array_equal(weight.dense().numpy(), values_of)
+    assert not file.has("model.layers.0.mlp.experts.0.gate_proj.weight")
