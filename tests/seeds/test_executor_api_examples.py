@@ -186,14 +186,14 @@ def test_cancel_and_statistics_while_it_runs(executor: Executor) -> None:
     request_id = executor.enqueue_request(Request(PROMPT, LONG, streaming=True, client_id=5))
     (first, *_) = executor.await_responses(request_id, timedelta(seconds=60))
     assert (first.request_id, first.client_id) == (request_id, 5)
+    states: list[Any] = []
+    while not (running := [stats for stats in states if stats.stage is RequestStage.GENERATION_IN_PROGRESS]):
+        assert not any(it.has_error() or it.result.is_final for it in executor.await_responses(request_id))
+        states += [stats for item in executor.get_latest_request_stats() for stats in item.request_stats]
     executor.cancel_request(request_id)
     last = finish(executor, request_id)[-1].result
     assert last.finish_reasons == [FinishReason.CANCELLED]
-    num_iterations = len(executor.get_latest_iteration_stats())
-    assert num_iterations > 0
-    states = [stats for item in executor.get_latest_request_stats() for stats in item.request_stats]
-    running = [stats for stats in states if stats.stage is RequestStage.GENERATION_IN_PROGRESS]
-    assert running
+    assert executor.get_latest_iteration_stats()
     assert {stats.id for stats in states} == {request_id}
     assert all(stats.context_prefill_position == len(PROMPT) for stats in running)
     assert all(stats.alloc_total_blocks_per_request > 0 for stats in running)
