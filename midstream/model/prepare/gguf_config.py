@@ -138,8 +138,6 @@ def build_config(
     if "rope_scaling" not in own and (scaling := _rope_scaling(keys)) is not None:
         config["rope_scaling"] = scaling
     config |= own
-    if described.model_type == "deepseek_v3":  # which rotates a part of its own
-        config.pop("partial_rotary_factor")
     if config["intermediate_size"] is None:
         raise ConfigError(f"the GGUF file lacks {keys.architecture}.feed_forward_length", field="model")
     return config
@@ -394,7 +392,8 @@ def _deepseek2(keys: Keys) -> _Config:
     key_size = keys.size("attention.key_length_mla", keys.size("attention.key_length"))
     rotated = keys.size("rope.dimension_count")
     found: _Config = {
-        "head_dim": rotated,
+        "head_dim": rotated,  # that of the part of a head which is rotated as a whole
+        "partial_rotary_factor": 1.0,
         "num_key_value_heads": keys.size("attention.head_count"),
         "q_lora_rank": keys.count("attention.q_lora_rank") or None,
         "kv_lora_rank": keys.size("attention.kv_lora_rank"),
