@@ -306,6 +306,11 @@ def check(config: SchedulerConfig) -> None:
         raise ConfigError("has no meaning without enable_chunked_context; leave it out", field="max_context_chunk")
     if config.sink_token_length and not config.max_attention_window:
         raise ConfigError("has no meaning without max_attention_window; leave it out", field="sink_token_length")
+    if config.sink_token_length and config.sink_token_length >= config.max_attention_window:
+        raise ConfigError(
+            f"is {config.sink_token_length}; must be less than max_attention_window, {config.max_attention_window}",
+            field="sink_token_length",
+        )
 
 
 def _admit(config: SchedulerConfig) -> Admit | None:

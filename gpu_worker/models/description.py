@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kernels import Activation
+from midstream.errors import ConfigError
 
 Scoring = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 
@@ -203,7 +204,7 @@ class DecoderDescription:
         has_unit_qk_norm: Whether rotated queries and keys are scaled to unit root mean square (Llama 4).
         rotary: Rotary embedding by layer; None if the layer has none.
         windows: By layer, the number of tokens attended to; None means all.
-        num_sink_tokens: Number of first tokens of a sequence that layers with a window also attend to.
+        num_sink_tokens: Number of first tokens of a sequence that layers attend to beside the last ones in `windows`.
         chunks: By layer, the size of the chunks to which attention is limited; None if there are no chunks.
         scale: Factor of the attention scores.
         softcap: Attention scores s become softcap * tanh(s / softcap); 0 means no soft cap.
@@ -355,8 +356,22 @@ class DecoderDescription:
         )
 
 
-def narrowed(windows: Sequence[int | None], max_attention_window: int) -> tuple[int | None, ...]:
-    """Return the layers' attention windows, each limited to `max_attention_window` unless this is 0."""
+def narrowed(
+    windows: Sequence[int | None], max_attention_window: int, sink_token_length: int = 0
+) -> tuple[int | None, ...]:
+    """Return the layers' attention windows, each limited to `max_attention_window` unless this is 0.
+
+    The first `sink_token_length` tokens count as part of each window, so that many tokens fewer follow them.
+
+    Raises:
+        ConfigError: A layer would attend to the first tokens only.
+    """
     if not max_attention_window:
         return tuple(windows)
-    return tuple(min(window or max_attention_window, max_attention_window) for window in windows)
+    limited = [min(window or max_attention_window, max_attention_window) for window in windows]
+    if sink_token_length >= min(limited, default=1 + sink_token_length):
+        raise ConfigError(
+            f"is {sink_token_length}; must be less than the smallest attention window, {min(limited)}",
+            field="sink_token_length",
+        )
+    return tuple(window - sink_token_length for window in limited)

@@ -96,10 +96,12 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(_FIRST_LOOK, _mask)
 class _FirstLook:
     """A pass that records the layers' attention settings."""
 
-    def __init__(self, config: transformers.PretrainedConfig, max_attention_window: int) -> None:
+    def __init__(
+        self, config: transformers.PretrainedConfig, max_attention_window: int, sink_token_length: int
+    ) -> None:
         self.layers: dict[nn.Module, _Layer] = {}
         self._config = config
-        self._max_attention_window = max_attention_window
+        self._limits = max_attention_window, sink_token_length
         self._masks: list[tuple[Tensor, int | None]] = []
 
     def note_mask(self, mask: Tensor, mask_function: _MaskFunction) -> Tensor:
@@ -138,7 +140,7 @@ class _FirstLook:
             head_dim=head_dim,
             value_dim=v.shape[-1],
             scale=head_dim**-0.5 if scale is None else float(scale),
-            window=narrowed([window], self._max_attention_window)[0],
+            window=narrowed([window], *self._limits)[0],
             softcap=float(options.get("softcap") or 0.0),
         )
         return q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
@@ -218,7 +220,7 @@ class TransformersDecoder:
         Args:
             weights: How matrices are stored: auto (as `dtype`), f32, bf16 (rounded) or int8.
             max_attention_window: Upper limit of the tokens that a layer attends to; 0 means the model's own limit.
-            sink_token_length: Number of first tokens that layers attend to in addition to their window.
+            sink_token_length: Number of first tokens in each layer's window, which layers always attend to.
 
         Raises:
             ConfigError: Weights are missing or have another shape.
@@ -229,7 +231,7 @@ class TransformersDecoder:
         self._model.to(device)
         self._device = device
         self._takes_places = "logits_to_keep" in inspect.signature(self._model.forward).parameters
-        self._layers = self._first_look(max_attention_window)
+        self._layers = self._first_look(max_attention_window, sink_token_length)
         self._check_tokens_and_positions()
         self._kv: KvCache | None = None
         described = _describe(self._model.config.get_text_config(), folder, list(self._layers.values()))
@@ -278,9 +280,9 @@ class TransformersDecoder:
         return last.float()
 
     @torch.inference_mode()
-    def _first_look(self, max_attention_window: int) -> dict[nn.Module, _Layer]:
+    def _first_look(self, max_attention_window: int, sink_token_length: int) -> dict[nn.Module, _Layer]:
         config = self._model.config.get_text_config()
-        look = _FirstLook(config, max_attention_window)
+        look = _FirstLook(config, max_attention_window, sink_token_length)
         config._attn_implementation = _FIRST_LOOK
         tokens = torch.zeros(1, 2, dtype=torch.long, device=self._device)
         try:

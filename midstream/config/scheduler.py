@@ -45,7 +45,7 @@ class SchedulerConfig(GrpcServiceConfig):
         0, "Maximum attention window in tokens; 0: the model's. Must equal the workers'."
     )
     sink_token_length: int = setting(
-        0, "Number of initial tokens attended to in addition to max_attention_window; 0: none. Must equal the workers'."
+        0, "Number of initial tokens that are always among max_attention_window; 0: none. Must equal the workers'."
     )
     enable_block_reuse: bool = setting(True, "Reuse KV blocks of shared prefixes.")
     enable_chunked_context: bool = setting(True, "Split long contexts over several steps.")

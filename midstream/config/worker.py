@@ -64,9 +64,7 @@ class WorkerConfig(ServiceConfig):
         0, "Maximum attention window in tokens; 0: the model's. Must equal the scheduler's."
     )
     sink_token_length: int = setting(
-        0,
-        "Number of initial tokens attended to in addition to max_attention_window; 0: none. Must equal the "
-        "scheduler's.",
+        0, "Number of initial tokens that are always among max_attention_window; 0: none. Must equal the scheduler's."
     )
     free_memory_fraction: float = setting(
         0.9,

@@ -91,7 +91,7 @@ class KvCacheConfig:
         enable_block_reuse: Whether requests share the blocks of common prefixes.
         max_tokens: Maximum number of tokens in the pool; the smaller of this limit and the memory fraction applies.
         max_attention_window: Numbers of tokens that the layers' attention can see, repeated for all layers.
-        sink_token_length: Number of initial tokens that remain visible outside the window; requires a window.
+        sink_token_length: Number of tokens of the window that are always the first ones; requires a window.
         free_gpu_memory_fraction: Fraction, 0 to 1, of the memory left after loading.
         host_cache_size: Bytes of a second tier in host memory for full blocks evicted from the pool.
         tokens_per_block: Number of tokens in a block, which TensorRT-LLM takes from the engine.

@@ -20,8 +20,8 @@ class CoreConfig:
         max_context_chunk: Maximum context tokens of one request in one step; 0 means max_num_tokens.
         max_attention_window: Maximum tokens that any layer attends to; 0 means the model's own window. Workers must
             have the same setting, because their results depend on it.
-        sink_token_length: Number of first tokens that every query attends to in addition to its window; workers must
-            have the same setting.
+        sink_token_length: Number of these tokens that are the first ones of the sequence, to which every query attends;
+            the others are the last ones. Workers must have the same setting.
         max_tensor_bytes: Maximum total size of the tensors and attachments of all known requests.
         max_worker_deaths: Number of consecutive worker deaths, without a new token in between, after which a request is
             a suspect.

@@ -143,33 +143,33 @@ def test_a_setting_below_the_models_window_limits_attention(tmp_path: Path, name
 
 
 class WithSinks:
-    """transformers' model in float64, whose layers attend to the first `num_sinks` and the last `window` tokens."""
+    """transformers' model in float64, whose layers attend to `window` tokens: the first `num_sinks`, and the last."""
 
     def __init__(self, model: Any, num_sinks: int, window: int) -> None:
-        self._model, self._num_sinks, self._window = copy.deepcopy(model).double(), num_sinks, window
+        self._model, self._num_sinks, self._num_last = copy.deepcopy(model).double(), num_sinks, window - num_sinks
 
     def __call__(self, token_ids: torch.Tensor) -> Any:
         places = torch.arange(token_ids.shape[1])
         distance = places[:, None] - places
-        is_seen = (distance >= 0) & ((distance < self._window) | (places < self._num_sinks))
+        is_seen = (distance >= 0) & ((distance < self._num_last) | (places < self._num_sinks))
         mask = torch.zeros(is_seen.shape, dtype=torch.float64).masked_fill(~is_seen, -torch.inf)
         return self._model(token_ids, attention_mask=mask[None, None])
 
 
-@pytest.mark.parametrize("num_sinks", [3, 20])
+@pytest.mark.parametrize(("num_sinks", "window"), [(3, 8), (20, 25)])
 @pytest.mark.parametrize(
     ("name", "implementation"), [("llama", "native"), ("gemma2", "native"), ("llama", "transformers")]
 )
-def test_sink_tokens_are_attended_to_beside_the_window(
-    tmp_path: Path, name: str, implementation: str, num_sinks: int
+def test_sink_tokens_are_part_of_the_window(
+    tmp_path: Path, name: str, implementation: str, num_sinks: int, window: int
 ) -> None:
     """This also holds when KV blocks are scarce, with cached prefixes, and after the loss of the worker."""
     family, settings, *_ = NARROWED[name]
     model = make_tiny_model(tmp_path, family, **settings)
-    limits: dict[str, Any] = {"max_attention_window": NARROW, "sink_token_length": num_sinks}
+    limits: dict[str, Any] = {"max_attention_window": window, "sink_token_length": num_sinks}
     runner = make_runner(tmp_path, kv="f32", implementation=implementation, max_kv_tokens=300, **limits)
     system = CoreWithRunners(runner, (), max_context_chunk=7, **limits)
-    reference, made = WithSinks(model, num_sinks, NARROW), requests()[:12]
+    reference, made = WithSinks(model, num_sinks, window), requests()[:12]
     for request in made:
         system.submit(request)
     for _ in range(30):
@@ -179,17 +179,21 @@ def test_sink_tokens_are_attended_to_beside_the_window(
     answers = [outputs(system.core.lifecycle.requests[request.request_id])[0] for request in made]
     pairs = [(list(request.token_ids.values), answer) for request, answer in zip(made, answers, strict=True)]
     assert [wrong_tokens(reference, *pair) for pair in pairs] == [[]] * len(made)
-    assert any(wrong_tokens(WithSinks(model, 0, NARROW), *pair) for pair in pairs)
+    assert any(wrong_tokens(WithSinks(model, 0, window), *pair) for pair in pairs)
     assert system.core.totals.num_preemptions > 0
     assert system.core.groups[0].blocks.counts.reused > 0
 
 
 @pytest.mark.parametrize(
     ("settings", "field"),
-    [({"sink_token_length": 4}, "sink_token_length"), ({"max_attention_window": 8, "kernels": "native"}, "kernels")],
+    [
+        ({}, "sink_token_length"),
+        ({"max_attention_window": 4}, "sink_token_length"),
+        ({"max_attention_window": 8, "kernels": "native"}, "kernels"),
+    ],
 )
 def test_sink_tokens_are_rejected_if_not_supported(tmp_path: Path, settings: dict[str, Any], field: str) -> None:
-    """Sink tokens are rejected without a window, and with the native kernels."""
+    """Sink tokens are rejected without a window, if they fill it, and with the native kernels."""
     make_tiny_model(tmp_path, "Llama")
     with pytest.raises(ConfigError) as raised:
         make_runner(tmp_path, **{"sink_token_length": 4, **settings})

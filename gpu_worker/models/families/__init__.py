@@ -61,7 +61,7 @@ def describe(
 
     Args:
         max_attention_window: Upper limit of the tokens that a layer attends to; 0 means the model's own limit.
-        sink_token_length: Number of first tokens that layers attend to in addition to their window.
+        sink_token_length: Number of first tokens in each layer's window, which layers always attend to.
 
     Raises:
         UnsupportedError: An architecture, activation or rope type has no native support; the message names it.
@@ -81,7 +81,7 @@ def describe(
     ]
     return replace(
         description,
-        windows=narrowed(description.windows, max_attention_window),
+        windows=narrowed(description.windows, max_attention_window, sink_token_length),
         num_sink_tokens=sink_token_length,
         max_sequence_length=min([description.max_sequence_length, *lengths]),
     )
