@@ -16,7 +16,7 @@ from tests.proxies.readers import READERS, Reader, StreamCutError, read_all, rea
 NUM_TOKENS = 200
 # What a client sees if the router behind its proxy dies: the end of the connection in HTTP, and in gRPC a status that
 # our client counts as broken. HAProxy ends a gRPC stream as if it were complete, but without a status.
-HTTP_BREAKS = ("RemoteProtocolError: ", "APIConnectionError: ", "status 502", "InternalServerError: ")
+HTTP_BREAKS = ("RemoteProtocolError: ", "APIConnectionError: ", "status 502", "status 503", "InternalServerError: ")
 GRPC_BREAKS = {
     "nginx": ("INTERNAL: ", "UNAVAILABLE: "),
     "haproxy": ("UNKNOWN: ", "UNAVAILABLE: "),
@@ -39,6 +39,7 @@ async def test_every_stream_can_be_made_whole(
     processes: Processes, proxy: Proxy, program: Program, expected: dict[str, str], hold: Callable[[], None]
 ) -> None:
     readers = {name: Reader(proxy, NUM_TOKENS) for name in READERS}
+    before = await num_finished(processes)
     async with asyncio.TaskGroup() as group:
         for name, read in READERS.items():
             group.create_task(read(readers[name]))
@@ -54,6 +55,11 @@ async def test_every_stream_can_be_made_whole(
         allowed = GRPC_BREAKS[program.name] if name == "kserve" else HTTP_BREAKS
         assert reader.breaks
         assert all(error.startswith(allowed) for error in reader.breaks), reader.breaks
+    assert await num_finished(processes) == before + len(READERS)  # nothing was computed twice
+
+
+async def num_finished(processes: Processes) -> int:
+    return sum((await processes.stats()).num_finished_by_reason.values())
 
 
 async def test_over_http_1_0_a_broken_stream_looks_complete(

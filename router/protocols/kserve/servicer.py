@@ -14,8 +14,9 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpc.aio import ServicerContext
 
@@ -30,8 +31,8 @@ from midstream.errors import (
     OverloadedError,
     UnavailableError,
 )
+from protos import generation_pb2, kserve_pb2_grpc
 from protos import kserve_pb2 as pb
-from protos import kserve_pb2_grpc
 from router.pipeline.concurrent import run_all
 from router.pipeline.generation import FrontDoor
 from router.pipeline.idempotency import key_of, make_repeatable, request_id_of
@@ -65,6 +66,13 @@ _TYPES = {"BYTES": pb.TYPE_STRING}
 _MAX_WAITING = 64
 # Time in which a router that drains still reads the request of a call that has just arrived, and its end.
 _LAST_REQUEST_S = 1.0
+
+
+class _Key(NamedTuple):
+    """A call's idempotency key, and the id that one of its requests gets from it."""
+
+    text: str
+    request_id: str
 
 
 class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
@@ -148,7 +156,8 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             if "stream" in inputs and any(inputs["stream"].values):
                 raise InvalidArgumentError("streaming is only supported by ModelStreamInfer", field="stream")
             rows = num_rows(inputs)
-            key = key_of(context.invocation_metadata() or ())
+            text = key_of(context.invocation_metadata() or ())
+            key = _Key(text, request_id_of(text, "ModelInfer")) if text else None
             left_s = parameters.limit(context.time_remaining())
             results = await run_all(
                 self._collect(request, parameters, inputs, index, rows, left_s, key) for index in range(rows)
@@ -168,8 +177,12 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
         """Run requests as they arrive; a failed request gets its own error response and does not affect the others.
 
+        If the call is repeated with its idempotency key, each request attaches to the one with the same id before or,
+        if several have this id, with the same number among them.
+
         When the router drains, the call ends with UNAVAILABLE once the requests that have been read are answered.
         """
+        key, num_by_id = key_of(context.invocation_metadata() or ()), Counter[str]()
         stream = self._slots.stream(request_iterator)
         responses: asyncio.Queue[pb.ModelStreamInferResponse | None] = asyncio.Queue(_MAX_WAITING)
         failure: MidstreamError | None = None
@@ -180,7 +193,11 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                 async with asyncio.TaskGroup() as group:
                     try:
                         async for request, ended in stream.requests():
-                            task = group.create_task(self._stream(request, responses, context.time_remaining()))
+                            name = f"{num_by_id[request.id]}-{request.id}"
+                            num_by_id[request.id] += 1
+                            keyed = _Key(key, request_id_of(key, f"ModelStreamInfer\0{name}")) if key else None
+                            answer = self._stream(request, responses, context.time_remaining(), keyed)
+                            task = group.create_task(answer)
                             task.add_done_callback(ended)
                     except (OverloadedError, UnavailableError) as error:
                         failure = error  # raised once the requests that run have ended
@@ -211,6 +228,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         request: pb.ModelInferRequest,
         responses: asyncio.Queue[pb.ModelStreamInferResponse | None],
         timeout_s: float | None,
+        key: _Key | None,
     ) -> None:
         started, response = time.monotonic_ns(), self._response(request)
         try:
@@ -219,7 +237,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                 inputs, wanted = self._read(request)
             rows, limit_s = num_rows(inputs), parameters.limit(timeout_s)
             await run_all(
-                self._stream_row(request, parameters, inputs, index, rows, wanted, responses, limit_s)
+                self._stream_row(request, parameters, inputs, index, rows, wanted, responses, limit_s, key)
                 for index in range(rows)
             )
         except Exception as error:  # must not fail the stream's other requests
@@ -246,6 +264,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         wanted: frozenset[str],
         responses: asyncio.Queue[pb.ModelStreamInferResponse | None],
         timeout_s: float | None,
+        key: _Key | None,
     ) -> None:
         named = {item.name for item in request.outputs}
         last_is_marked = rows == 1 and not parameters.wants_empty_final
@@ -258,8 +277,8 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         with naming_tensors(inputs.keys() | named), self._front.keep_alives.keep(beat) as stream:
             native = await native_request(inputs, index, rows, self._prompts, named)
             native.priority = parameters.priority
-            native.request_id = _request_id(request, index, rows)
-            async with await self._front.start(native, timeout_s) as output:
+            _name(native, key, index, rows)
+            async with await self._front.start(native, timeout_s, key.text if key else "") as output:
                 while not output.is_final:
                     for chunk in await output.take():
                         has_failed = chunk.finish_reason is not None and chunk.finish_reason.is_failure
@@ -280,19 +299,15 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         index: int,
         rows: int,
         timeout_s: float | None,
-        key: str,
+        key: _Key | None,
     ) -> Result:
         named = {item.name for item in request.outputs}
         with naming_tensors(inputs.keys() | named):
             native = await native_request(inputs, index, rows, self._prompts, named)
             native.priority = parameters.priority
-            if key:
-                make_repeatable(native, f"kserve-{request_id_of(key, 'ModelInfer')}-{index}")
-            else:
-                native.request_id = _request_id(request, index, rows)
+            _name(native, key, index, rows)
             result = Result(native.request_id)
-            opened = await self._front.start(native, timeout_s, key)
-            async with opened as output:
+            async with await self._front.start(native, timeout_s, key.text if key else "") as output:
                 while not output.is_final:
                     for chunk in await output.take():
                         result.add(chunk)
@@ -323,11 +338,14 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             self._num_success, self._success_ns = self._num_success + 1, self._success_ns + took
 
 
-def _request_id(request: pb.ModelInferRequest, index: int, rows: int) -> str:
-    """Return a unique request id. Clients number their requests from 1, so the ids of different clients would
-    collide.
+def _name(native: generation_pb2.GenerateRequest, key: _Key | None, index: int, rows: int) -> None:
+    """Set the id of a row's request, which is unique unless there is a key. Clients number their requests from 1, so
+    the ids of different clients would collide.
     """
-    return f"kserve-{uuid.uuid4().hex}-{index}" if rows > 1 else f"kserve-{uuid.uuid4().hex}"
+    if key is not None:
+        make_repeatable(native, f"kserve-{key.request_id}-{index}")
+    else:
+        native.request_id = f"kserve-{uuid.uuid4().hex}-{index}" if rows > 1 else f"kserve-{uuid.uuid4().hex}"
 
 
 def _data_type(datatype: str) -> pb.DataType.ValueType:

@@ -17,8 +17,8 @@ from midstream.errors import AlreadyExistsError
 from midstream.model.tokenizer import Tokenizer
 from midstream.rpc.serving import open_channel
 from protos import generation_pb2 as pb
+from protos import kserve_pb2, kserve_pb2_grpc, openengine_pb2_grpc, service_pb2_grpc
 from protos import openengine_pb2 as oe
-from protos import openengine_pb2_grpc, service_pb2_grpc
 from tests.router.adapters.test_responses import events_of, write
 from tests.router.conftest import Cluster, Part
 
@@ -120,3 +120,35 @@ async def test_grpc_apis(cluster: Cluster, router: Part, tokenizer: Tokenizer) -
             async for _ in native.Generate(request, metadata=(("idempotency-key", "k" * 256),)):
                 pass
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_kserve(cluster: Cluster, router: Part, tokenizer: Tokenizer) -> None:
+    """In a stream, a request attaches to the one with its id and, among several with this id, in its place."""
+
+    def request(text: str, request_id: str) -> kserve_pb2.ModelInferRequest:
+        made = kserve_pb2.ModelInferRequest(model_name="ensemble", id=request_id)
+        made.inputs.add(name="text_input", datatype="BYTES", shape=(1, 1)).contents.bytes_contents.append(text.encode())
+        return made
+
+    async with open_channel(router.address) as channel:
+        stub = cast("kserve_pb2_grpc.GRPCInferenceServiceAsyncStub", kserve_pb2_grpc.GRPCInferenceServiceStub(channel))
+
+        async def stream(*requests: kserve_pb2.ModelInferRequest) -> list[str]:
+            answers = stub.ModelStreamInfer(iter(requests), metadata=METADATA)
+            return [answer.error_message async for answer in answers]
+
+        whole = stub.ModelInfer(request("Hi", "1"), metadata=METADATA)
+        await write(cluster, tokenizer.encode("Well"))
+        await whole
+        await stub.ModelInfer(request("Hi", "2"), metadata=METADATA)
+        assert len(cluster.scheduler.requests) == 1
+
+        a, b, c = request("Hi", ""), request("Ho", ""), request("Ha", "mine")
+        streams = asyncio.create_task(stream(a, b, c))
+        for number in range(1, 4):
+            await write(cluster, tokenizer.encode("Well"), number)
+        assert set(await streams) == {""}
+        assert set(await stream(c, a, b)) == {""}
+        assert len(cluster.scheduler.requests) == 4
+        cluster.scheduler.submit_errors.append(AlreadyExistsError("another request has this id", field="request_id"))
+        assert [error for error in await stream(b) if error] == ["Idempotency-Key: was used with another request"]
