@@ -184,7 +184,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection = socket.socket(fileno=int(number))
     ids = [int(item) for item in end_ids.split(",") if item]
-    server = GrammarServer(load_tokenizer(Path(file), int(vocab_size), ids), float(limit_s))
+    try:
+        tokenizer = load_tokenizer(Path(file), int(vocab_size), ids)
+    except ValueError as error:
+        send(connection, str(error))
+        return
+    server = GrammarServer(tokenizer, float(limit_s))
     send(connection, READY)
     while True:
         try:

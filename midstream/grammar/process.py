@@ -39,6 +39,10 @@ def guide_of(config: generation_pb2.GuidedDecodingConfig) -> Guide:
     return Guide("ebnf" if kind == "ebnf_grammar" else kind, config.guide)
 
 
+class TokenizerError(OSError):
+    """The grammar library cannot read the model's tokenizer, so that no guide can be used."""
+
+
 class GrammarProcess:
     """The grammar process for one model's tokenizer. Not thread-safe."""
 
@@ -66,16 +70,25 @@ class GrammarProcess:
         other.close()
 
     def is_ready(self, wait_s: float = 0.0) -> bool:
-        """Return whether the process has loaded its tokenizer. Raises OSError if the process has died."""
+        """Return whether the process has loaded its tokenizer.
+
+        Raises:
+            TokenizerError: It cannot be loaded.
+            OSError: The process has died.
+        """
         if not self._is_ready and select.select([self._connection], [], [], wait_s)[0]:
             self._connection.settimeout(self._limit_s)
-            self._is_ready = receive(self._connection)[0] == READY
+            answer, _ = receive(self._connection)
+            if answer != READY:
+                raise TokenizerError(str(answer))
+            self._is_ready = True
         return self._is_ready
 
     def check(self, guide: Guide) -> str:
         """Return the error in a guide; empty if it is valid.
 
         Raises:
+            TokenizerError: The tokenizer cannot be loaded.
             OSError: The process died or took too long; kill it.
         """
         if not self.is_ready(_START_LIMIT_S):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from midstream.errors import InvalidArgumentError, OverloadedError, UnsupportedError
 from midstream.grammar.messages import Guide
-from midstream.grammar.process import LIMIT_S, GrammarProcess, guide_of, is_available
+from midstream.grammar.process import LIMIT_S, GrammarProcess, TokenizerError, guide_of, is_available
 from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
 from router.pipeline.fair_threads import FairThreads
@@ -55,7 +55,7 @@ class GrammarChecker:
         Raises:
             InvalidArgumentError: The guide does not compile within the limits.
             OverloadedError: Too many guides are waiting.
-            UnsupportedError: The grammar library is not installed.
+            UnsupportedError: The grammar library is not installed, or cannot read the model's tokenizer.
         """
         problem = await self._problem(config)
         if not problem:
@@ -100,6 +100,11 @@ class GrammarChecker:
             if self._process is None:
                 self._process = GrammarProcess(self._folder, limit_s=self._limit_s)
             return self._process.check(guide)
+        except TokenizerError as error:
+            self._drop()
+            raise UnsupportedError(
+                f"the grammar library cannot read the model's tokenizer ({error})", field="guided_decoding"
+            ) from None
         except OSError:
             is_overrun = self._process is not None and self._process.was_overrun()
             self._drop()

@@ -9,10 +9,12 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from midstream.errors import InvalidArgumentError, OverloadedError
+from midstream.errors import InvalidArgumentError, OverloadedError, UnsupportedError
 from midstream.grammar.messages import Guide
 from midstream.grammar.process import GrammarProcess
 from midstream.model.folder import ModelFolder
@@ -32,6 +34,18 @@ def checker(folder: ModelFolder) -> Iterator[GrammarChecker]:
     checker = GrammarChecker(folder, limit_s=PATIENT_S)
     yield checker
     checker.close()
+
+
+async def test_a_tokenizer_that_the_library_cannot_read_is_named(folder: ModelFolder, tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"yes": 0, "no": 1}))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    checker = GrammarChecker(dataclasses.replace(folder, path=tmp_path, vocab_size=2, end_ids=()), limit_s=PATIENT_S)
+    try:
+        with pytest.raises(UnsupportedError, match="cannot read the model's tokenizer"):
+            await checker.check(guide("REGEX", "yes|no"))
+    finally:
+        checker.close()
 
 
 @pytest.fixture(scope="module")
