@@ -194,8 +194,8 @@ class Register(google.protobuf.message.Message):
     block_bytes: builtins.int
     """Size of a block in all layers, in bytes."""
     sink_token_length: builtins.int
-    """The worker's setting sink_token_length: every query also attends to this number of tokens at the beginning, whose
-    blocks are kept. Must equal the scheduler's.
+    """The worker's setting sink_token_length: every query attends to this number of tokens at the beginning, whose blocks
+    are kept, beside the last ones in `attention_windows`. Must equal the scheduler's.
     """
     role: builtins.str
     """`prefill` groups compute prompts and hand the requests over to `decode` groups. `both`, or empty: the group runs
