@@ -570,7 +570,7 @@ class StoppingConfig(google.protobuf.message.Message):
     @property
     def stop_word_token_ids(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenIds]:
         """Token sequences that end the sequence with their last token, even if they begin in the prompt. They stay in the
-        output. At most 64, of 1 to 256 tokens each. Not supported in beam search.
+        output. At most 64, of 1 to 256 tokens each.
         """
 
     def __init__(

@@ -150,10 +150,6 @@ def check_request(
         raise UnsupportedError(reason, field="model")
     if not model.has_head and (generates or _needs_head(request)):
         raise UnsupportedError(f"{model.name!r} has no head and generates no text; use embeddings", field="model")
-    if request.sampling.beam_width > 1 and request.stopping.stop_word_token_ids:
-        raise UnsupportedError(
-            "is not supported in beam search; use stop_words or stop_token_ids", field="stopping.stop_word_token_ids"
-        )
     images = images_of(request)
     check_images(request, images, model)
     check_virtual_tokens(request, model, has_images=bool(images))

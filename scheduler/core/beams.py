@@ -82,10 +82,11 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class EndedBeam:
-    """A beam that ended with a stop token, with a stop word, or at its maximum length."""
+    """A beam that ended with a stop token, a stop sequence or a stop word, or else at its maximum length."""
 
     score: float
     beam: Beam
+    is_stopped: bool
     stop_token_id: int | None
     stop_word: str = ""
 
@@ -127,10 +128,12 @@ class BeamSearch:
     @property
     def num_candidates(self) -> int:
         """Return the number of candidates needed per beam: enough even if all stop tokens are among the most likely
-        tokens. Any number of tokens may complete a stop word, so with stop words a step considers a fixed number of
-        candidates, which may all be those of one beam.
+        tokens. Any number of tokens may complete a stop word or sequence, so with these a step considers a fixed number
+        of candidates, which may all be those of one beam.
         """
-        return self._num_considered if self.spec.stop_words else self.spec.beam_width + len(self.spec.stop_token_ids)
+        spec = self.spec
+        has_words = spec.stop_words or spec.stop_sequences
+        return self._num_considered if has_words else spec.beam_width + len(spec.stop_token_ids)
 
     @property
     def _num_considered(self) -> int:
@@ -163,7 +166,7 @@ class BeamSearch:
             if num_running == width or (place >= width and self._is_last_step):
                 break
             stop_word = stop_words[rank].get(token, 0) if stop_words else 0
-            if not self._ends_with(token, stop_word):
+            if not (self._is_last_step or self._is_stopped(self.running[rank].tokens, token, stop_word)):
                 num_running += 1
             elif place >= width:
                 continue
@@ -190,10 +193,11 @@ class BeamSearch:
         entries = zip(step.parents, step.token_ids, step.log_probs, words, strict=True)
         for place, (rank, token, log_prob, word) in enumerate(entries):
             beam = before[rank].extended(token, log_prob, place)
-            if self._ends_with(token, word):
+            is_stopped = self._is_stopped(before[rank].tokens, token, word)
+            if is_stopped or self._is_last_step:
                 score, stop_id = self._score(beam.cumulative, len(beam.tokens)), self._stop_id(token)
                 stop_word = self.spec.stop_words[word - 1] if word and stop_id is None else ""
-                self.ended.append(EndedBeam(score, beam, stop_id, stop_word))
+                self.ended.append(EndedBeam(score, beam, is_stopped, stop_id, stop_word))
             else:
                 self.running.append(beam)
                 parents.append(rank)
@@ -226,8 +230,14 @@ class BeamSearch:
     def _is_last_step(self) -> bool:
         return len(self.steps) + 1 >= self.spec.max_tokens
 
-    def _ends_with(self, token: int, stop_word: int) -> bool:
-        return self._is_last_step or stop_word > 0 or self._stop_id(token) is not None
+    def _is_stopped(self, tokens: array[int], token: int, stop_word: int) -> bool:
+        """Return whether a beam with these tokens ends with the next one, whatever its length."""
+        if stop_word > 0 or self._stop_id(token) is not None:
+            return True
+        spec = self.spec
+        if len(tokens) + 1 < spec.min_tokens or all(sequence[-1] != token for sequence in spec.stop_sequences):
+            return False
+        return spec.ends_with_stop_sequence(tokens + array("I", (token,)))
 
     def _stop_id(self, token: int) -> int | None:
         is_stop = token in self.spec.stop_token_ids and len(self.steps) + 1 >= self.spec.min_tokens

@@ -438,8 +438,7 @@ class BeamLanes:
         """
         found: list[tuple[array[int], SequenceEnd]] = []
         for item in self.search.ended[:num_sequences]:
-            is_stop = item.stop_token_id is not None or item.stop_word
-            reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
+            reason = FinishReason.STOP if item.is_stopped else FinishReason.LENGTH
             end = SequenceEnd(reason, len(item.beam.tokens), item.stop_word, item.stop_token_id)
             end.cumulative_log_prob = item.beam.cumulative
             found.append((item.beam.tokens, end))

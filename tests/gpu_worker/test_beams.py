@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from gpu_worker.model_runner import ModelRunner
 from midstream.model.folder import ModelFolder, open_model_folder
 from protos import generation_pb2 as pb
+from scheduler.core.request import FinishReason
 from tests.gpu_worker.core_with_runners import CoreWithRunners, contents, outputs
 from tests.gpu_worker.tiny_models import make_runner
 
@@ -160,6 +161,60 @@ def test_beams_end_at_stop_words_as_in_transformers(
                 assert sequence.end.stop_word in tokenizer.decode(own)
                 assert sequence.end.stop_word not in tokenizer.decode(own[:-1])
             num_stopped += bool(sequence.end.stop_word)
+    assert num_stopped > 6
+
+
+class Sequences(transformers.StoppingCriteria):  # type: ignore[misc]  # transformers has no types
+    """Ends a row with one of these sequences of tokens."""
+
+    def __init__(self, sequences: list[list[int]]) -> None:
+        self._sequences = sequences
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **options: object) -> torch.Tensor:
+        return torch.tensor([self.end(row) for row in input_ids.tolist()])
+
+    def end(self, row: list[int]) -> bool:
+        return any(row[-len(sequence) :] == sequence for sequence in self._sequences)
+
+
+def test_beams_end_at_stop_sequences_as_in_transformers(
+    runner: ModelRunner, transformers_model: Any, prompts: list[list[int]], folder: ModelFolder
+) -> None:
+    num_stopped = 0
+    for number in range(12):
+        prompt, search = prompts[number % 3], SEARCHES[number % 4]
+        system = CoreWithRunners(runner, folder.end_ids)
+        (whole,) = system.run([request_of(100 + number, prompt, search)])
+        tokens = whole.sequences[0].output.tolist()
+        # The last one begins in the prompt, and the second ends like the first.
+        choices = [tokens[2:4], tokens[1:4], tokens[3:6], [*prompt[-1:], *tokens[:1]]]
+        criteria = Sequences(choices[number // 3 :])
+        request = request_of(number, prompt, search)
+        request.max_tokens = 12
+        request.stopping.stop_word_token_ids.extend(pb.TokenIds(values=ids) for ids in choices[number // 3 :])
+        (made,) = system.run([request])
+        with torch.inference_mode():
+            expected = transformers_model.generate(
+                torch.tensor([prompt]),
+                num_beams=search["beam_width"],
+                length_penalty=search["length_penalty"],
+                early_stopping=EARLY_STOPPING[search["early_stopping"]],
+                num_return_sequences=search.get("num_return_sequences", 1),
+                max_new_tokens=request.max_tokens,
+                eos_token_id=list(folder.end_ids),
+                pad_token_id=PAD,
+                do_sample=False,
+                stopping_criteria=[criteria],
+            )
+        for sequence, answer in zip(made.sequences, expected.tolist(), strict=True):
+            assert sequence.end is not None
+            own = sequence.output.tolist()
+            assert own == answer[len(prompt) : len(prompt) + len(own)], (number, choices)
+            assert set(answer[len(prompt) + len(own) :]) <= {PAD}
+            is_stopped = criteria.end(prompt + own)
+            is_complete = not is_stopped and own[-1] not in folder.end_ids
+            assert sequence.end.reason is (FinishReason.LENGTH if is_complete else FinishReason.STOP)
+            num_stopped += is_stopped
     assert num_stopped > 6
 
 
