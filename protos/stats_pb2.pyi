@@ -86,12 +86,12 @@ class IterationStats(google.protobuf.message.Message):
     iter_latency_ms: builtins.float
     new_active_requests_queue_latency_ms: builtins.float
     num_active_requests: builtins.int
-    """Unfinished requests, running or queued."""
+    """Unfinished requests that are not in the queue."""
     num_queued_requests: builtins.int
     num_completed_requests: builtins.int
     """Since the scheduler started."""
     max_num_active_requests: builtins.int
-    """Maximum number of active requests: rows of all worker groups plus queue capacity."""
+    """Maximum number of active requests: rows of all worker groups."""
     cpu_mem_usage: builtins.int
     gpu_mem_usage: builtins.int
     pinned_mem_usage: builtins.int

@@ -195,8 +195,8 @@ class SchedulerCore:
             self._start_queued()
         for group in self.membership.groups.values():
             self.membership.flush_kv_changes(group)
-        num_rows = sum(group.max_batch_size for group in self.membership.groups.values())
-        self.totals.max_num_active_requests = self.config.max_queue_size + num_rows
+        rows = (group.max_batch_size for group in self.membership.groups.values())
+        self.totals.max_num_active_requests = sum(rows)
 
     def _start_queued(self) -> None:
         while len(self.queue):

@@ -47,7 +47,7 @@ class Totals:
     num_generation_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    max_num_active_requests: int = 0  # upper bound: all rows and all places in the queue
+    max_num_active_requests: int = 0  # number of rows of all groups
     prefix_cache_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_cache_hits: int = 0
     time_to_first_token: Histogram = field(default_factory=Histogram)
@@ -58,7 +58,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCounts:
-    """Number of requests by state."""
+    """Number of requests by state; a request is active from its start on unless it waits to continue."""
 
     num_active: int = 0
     num_queued: int = 0

@@ -720,7 +720,7 @@ class Results:
             iteration=totals.num_iterations,
             group_id=group_id,
             requests=RequestCounts(
-                num_active=self._lifecycle.num_unfinished,
+                num_active=self._lifecycle.num_unfinished - len(self._queue),
                 num_queued=len(self._queue),
                 num_completed=totals.num_completed,
                 max_num_active=totals.max_num_active_requests,

@@ -85,10 +85,21 @@ def test_one_iteration_by_hand() -> None:
     assert (kv.max_num_blocks, kv.used_num_blocks, kv.free_num_blocks, kv.tokens_per_block) == (8, 2, 6, 4)
     assert (kv.alloc_total_blocks, kv.alloc_new_blocks, kv.reused_blocks, kv.missed_blocks) == (2, 2, 0, 1)
     stats = iteration_stats_proto(second, SteadyClock())
-    assert (stats.num_active_requests, stats.num_queued_requests, stats.max_num_active_requests) == (2, 0, 4096 + 64)
+    assert (stats.num_active_requests, stats.num_queued_requests, stats.max_num_active_requests) == (2, 0, 64)
     batch = stats.inflight_batching_stats
     assert (batch.num_context_requests, batch.num_gen_requests, batch.num_scheduled_requests) == (1, 1, 2)
     assert (batch.num_ctx_tokens, batch.micro_batch_id, batch.avg_num_decoded_tokens_per_iter) == (5, 2, 1.0)
+
+
+def test_queued_requests_are_not_active() -> None:
+    harness = Harness(pipeline_depth=1)
+    harness.add_group(max_batch_size=1)
+    harness.submit("a", 6, 3)
+    harness.submit("b", 6, 3)
+    harness.turn()
+    harness.finish_step()
+    counts = [effect.stats for effect in harness.effects if isinstance(effect, IterationDone)][0].requests
+    assert (counts.num_active, counts.num_queued, counts.max_num_active) == (1, 1, 1)
 
 
 def test_performance_metrics_of_a_preempted_request() -> None:
