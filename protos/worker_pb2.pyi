@@ -807,7 +807,7 @@ class AddSequence(google.protobuf.message.Message):
     def speculative(self) -> protos.generation_pb2.SpeculativeConfig: ...
     @property
     def beam_stop_words(self) -> global___BeamStopWords:
-        """Set for a beam search with stop words."""
+        """Set for a beam search with stop words, or with sequences of tokens that end it, which the scheduler finds."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ class SamplingParams:
         no_repeat_ngram_size: Size of n-grams that must not occur twice; 0 means no such limit.
         top_p_decay, top_p_min, top_p_reset_id: Per-token decay of top_p; a reset id of -1 means none.
         beam_width: Above 1, the row is a beam, which reports candidates instead of a token.
-        beam_stop: Stop words of a beam; None if it has none.
+        beam_stop: Stop words of a beam; None if nothing but single tokens may end it.
         num_draft_tokens: Maximum number of draft tokens that the row verifies in a step.
         max_ngram_size: Maximum n-gram size for prompt lookup; 0 means that a draft model proposes the drafts.
         prediction: Tokens that prompt lookup searches before the row's own tokens.

@@ -47,7 +47,7 @@ class BeamStops:
         for place, item in candidates.items():
             row = int(rows[place])
             sampling = self._rows.sampling[row]
-            if sampling.beam_stop is None:
+            if sampling.beam_stop is None or not sampling.beam_stop.words:
                 found[place] = item
                 continue
             try:

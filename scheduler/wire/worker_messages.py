@@ -175,7 +175,7 @@ def _encode_added(added: AddedSequence, message: worker_pb2.AddSequence) -> None
     message.end_ids.extend(sorted(spec.stop_token_ids))
     message.bad_words.extend(request.stopping.bad_word_token_ids)
     message.output.CopyFrom(request.output)
-    if spec.stop_words:
+    if spec.beam_width > 1 and (spec.stop_words or spec.stop_sequences):
         _set_stop_words(spec, request, message.beam_stop_words)
     for name in ("guided_decoding", "lora", "speculative"):
         if request.HasField(name):

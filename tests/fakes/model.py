@@ -46,7 +46,7 @@ def text_of(token: int) -> str:
 
 def num_candidates(row: Row) -> int:
     """Return the number of candidates of a beam, as StepResult defines it."""
-    if row.stop_words:
+    if row.has_stops:
         return max(2, 1 + len(row.end_ids)) * row.beam_width
     return row.beam_width + len(row.end_ids)
 
@@ -69,6 +69,7 @@ class Row:
     min_tokens: int
     beam_width: int = 1
     stop_words: tuple[str, ...] = ()
+    has_stops: bool = False
     num_computed: int = 0
     is_wrong: bool = False
     prefix: list[int] = field(default_factory=lambda: [0])
@@ -175,6 +176,7 @@ class FakeModel:
                 min_tokens=added.sampling.min_tokens,
                 beam_width=added.sampling.beam_width,
                 stop_words=tuple(added.beam_stop_words.words),
+                has_stops=added.HasField("beam_stop_words"),
             )
         self._fork(batch)
         for number, block in zip(batch.block_rows, batch.block_ids, strict=True):
