@@ -105,8 +105,6 @@ class Chunk:
     perf_metrics: PerfMetrics | None = None
     error: MidstreamError | None = field(default=None, compare=False)
     kind_changed_at: int | None = None
-    # The message from which this was built, while it says the same and only output: it is relayed instead of a copy.
-    _message: pb.GenerateResponse | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
     def next_offset(self) -> int:
@@ -137,7 +135,6 @@ class Chunk:
 
         Precondition: Both chunks are of the same sequence, and later.token_offset <= self.next_offset.
         """
-        self._message = None
         if later.token_ids and later.token_offset <= self.token_offset:
             self.token_offset, self.token_ids, self.text = later.token_offset, later.token_ids, later.text
         else:
@@ -179,10 +176,7 @@ class Chunk:
         return pieces
 
     def to_proto(self, request_id: str) -> pb.GenerateResponse:
-        """Return the message; it may be the one from which the chunk was built."""
-        if self._message is not None:
-            self._message.request_id = request_id
-            return self._message
+        """Return the message."""
         response = pb.GenerateResponse(request_id=request_id)
         self.fill(response)
         return response
@@ -227,16 +221,13 @@ class Chunk:
 
     @staticmethod
     def from_proto(response: pb.GenerateResponse) -> Chunk:
-        """Build this from the protobuf message, which belongs to the chunk from then on."""
+        """Build this from the protobuf message."""
         chunk = Chunk(response.sequence_index, response.token_offset, response.token_ids[:], response.text)
         if response.tensors or response.HasField("log_probs") or response.HasField("prompt_log_probs"):
             chunk.extras = extras_from_proto(response)
-        else:
-            chunk._message = response
         if response.HasField("kind_changed_at"):
             chunk.kind_changed_at = response.kind_changed_at
         if response.is_sequence_final or response.is_final:
-            chunk._message = None  # its text may be dropped, see SequenceEnds
             chunk.is_sequence_final, chunk.is_final = response.is_sequence_final, response.is_final
             chunk.finish_reason = _REASONS.get(response.finish_reason)
             chunk.matched_stop = matched_stop_from_proto(response)

@@ -270,9 +270,6 @@ async def _relay(
                 for chunk in await output.take():
                     if not chunk.sequence_index:
                         last = chunk
-                    if chunk.extras is None:
-                        await stream.write(context.write, chunk.to_proto(request_id))
-                        continue
                     for piece in chunk.pieces(_MAX_TENSOR_BYTES):
                         await stream.write(context.write, piece.to_proto(request_id))
     output.raise_failure()

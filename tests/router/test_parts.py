@@ -30,11 +30,10 @@ from tests.detokenizer.scripted_scheduler import scripted_scheduler
 def cut(text: str, bounds: list[int]) -> list[Chunk]:
     edges = [0, *sorted(bounds), len(text)]
     spans = [(a, b, b == len(text)) for a, b in itertools.pairwise(edges) if a < b]
-    chunks = [
+    return [
         Chunk(0, a, [ord(letter) for letter in text[a:b]], text[a:b], is_sequence_final=last, is_final=last)
         for a, b, last in spans
     ]
-    return [Chunk.from_proto(chunk.to_proto("")) for chunk in chunks]
 
 
 TEXT = "abcdefghij"
@@ -58,9 +57,6 @@ async def test_merging_and_repeats_change_nothing(bounds: list[int], taken: set[
             out += await stream.take()
     if not out or not out[-1].is_final:
         out += await stream.take()
-    messages = [chunk.to_proto("r") for chunk in out]
-    assert {message.request_id for message in messages} == {"r"}
-    assert [Chunk.from_proto(message) for message in messages] == out
     assert "".join(chunk.text for chunk in out) == TEXT
     assert [token for chunk in out for token in chunk.token_ids] == [ord(letter) for letter in TEXT]
     assert [chunk.is_final for chunk in out].count(True) == 1
