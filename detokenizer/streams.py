@@ -434,7 +434,8 @@ class RouterConnection:
                 item = add()
                 item.stream = number
                 item.response.SetInParent()
-                chunk.fill(item.response)
+                if chunk.fill(item.response):
+                    item.is_plain = True
             if stream.error is not None and not stream.is_done:
                 logger.info("a stream failed: %s", stream.error, extra={"request_id": stream.request_id})
                 add(stream=number, error=stream.error.to_proto())

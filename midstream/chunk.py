@@ -181,23 +181,32 @@ class Chunk:
         self.fill(response)
         return response
 
-    def fill(self, response: pb.GenerateResponse) -> None:
-        """Set the fields of an empty message in place, which is three times as fast as copying a message."""
+    def fill(self, response: pb.GenerateResponse) -> bool:
+        """Set the fields of an empty message in place, which is three times as fast as copying a message.
+
+        Returns:
+            Whether only the sequence's index and offset, tokens and text were set.
+        """
+        is_plain = True
         if self.sequence_index:
             response.sequence_index = self.sequence_index
         response.token_offset = self.token_offset
         response.token_ids.extend(self.token_ids)
         response.text = self.text
         if self.extras is not None:
+            is_plain = False
             if self.extras.log_probs is not None:
                 response.log_probs.CopyFrom(self.extras.log_probs.to_proto())
             if self.extras.prompt_log_probs is not None:
                 response.prompt_log_probs.CopyFrom(self.extras.prompt_log_probs.to_proto())
             response.tensors.extend(tensor.to_proto() for tensor in self.extras.tensors)
         if self.kind_changed_at is not None:
+            is_plain = False
             response.kind_changed_at = self.kind_changed_at
         if self.is_sequence_final or self.is_final:
+            is_plain = False
             self._fill_end(response)
+        return is_plain
 
     def _fill_end(self, response: pb.GenerateResponse) -> None:
         response.is_sequence_final, response.is_final = self.is_sequence_final, self.is_final
@@ -220,9 +229,11 @@ class Chunk:
             response.error.CopyFrom(self.error.to_proto())
 
     @staticmethod
-    def from_proto(response: pb.GenerateResponse) -> Chunk:
-        """Build this from the protobuf message."""
+    def from_proto(response: pb.GenerateResponse, *, is_plain: bool = False) -> Chunk:
+        """Build this from the protobuf message; with `is_plain`, only the fields that StreamChunk names are read."""
         chunk = Chunk(response.sequence_index, response.token_offset, response.token_ids[:], response.text)
+        if is_plain:
+            return chunk
         if response.tensors or response.HasField("log_probs") or response.HasField("prompt_log_probs"):
             chunk.extras = extras_from_proto(response)
         if response.HasField("kind_changed_at"):

@@ -116,7 +116,12 @@ class StreamChunk(google.protobuf.message.Message):
     STREAM_FIELD_NUMBER: builtins.int
     RESPONSE_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    IS_PLAIN_FIELD_NUMBER: builtins.int
     stream: builtins.int
+    is_plain: builtins.bool
+    """Whether no fields of `response` are set other than sequence_index, token_offset, token_ids and text, which spares
+    the router from looking for them.
+    """
     @property
     def response(self) -> protos.generation_pb2.GenerateResponse: ...
     @property
@@ -132,9 +137,10 @@ class StreamChunk(google.protobuf.message.Message):
         stream: builtins.int = ...,
         response: protos.generation_pb2.GenerateResponse | None = ...,
         error: protos.generation_pb2.ErrorInfo | None = ...,
+        is_plain: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error", "outcome", b"outcome", "response", b"response"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "outcome", b"outcome", "response", b"response", "stream", b"stream"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "is_plain", b"is_plain", "outcome", b"outcome", "response", b"response", "stream", b"stream"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["outcome", b"outcome"]) -> typing.Literal["response", "error"] | None: ...
 
 global___StreamChunk = StreamChunk

@@ -90,7 +90,9 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
             stream = streams.get(item.stream)
             if stream is None:
                 continue
-            if item.HasField("response"):
+            if item.is_plain:
+                stream.push(Chunk.from_proto(item.response, is_plain=True))
+            elif item.HasField("response"):
                 chunk = Chunk.from_proto(item.response)
                 if chunk.is_final:
                     del streams[item.stream]

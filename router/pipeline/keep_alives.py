@@ -80,16 +80,18 @@ class KeptStream:
 
     Attributes:
         num_quiet_ticks: Number of ticks since the last message.
+        is_writing: Whether a message is being written, so that no beat may begin.
+        beating: The beat in progress.
     """
 
-    __slots__ = ("_beat", "_beating", "_is_writing", "_owner", "num_quiet_ticks")
+    __slots__ = ("_beat", "_owner", "beating", "is_writing", "num_quiet_ticks")
 
     def __init__(self, owner: KeepAlives, beat: Beat) -> None:
         self.num_quiet_ticks = 0
         self._owner = owner
         self._beat = beat
-        self._beating: asyncio.Task[None] | None = None
-        self._is_writing = False
+        self.beating: asyncio.Task[None] | None = None
+        self.is_writing = False
 
     def __enter__(self) -> Self:
         self._owner.add(self)
@@ -99,25 +101,25 @@ class KeptStream:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._owner.remove(self)
-        if self._beating is not None:
-            self._beating.cancel()
+        if self.beating is not None:
+            self.beating.cancel()
 
     async def write(self, send: Callable[[_T], Awaitable[object]], message: _T) -> None:
         """Send a message, after the beat in progress, if any. After an error, the stream has no more beats."""
-        if self._beating is not None:
-            await asyncio.wait((self._beating,))
-        self.num_quiet_ticks, self._is_writing = 0, True
+        if self.beating is not None:
+            await asyncio.wait((self.beating,))
+        self.num_quiet_ticks, self.is_writing = 0, True
         await send(message)
-        self._is_writing = False
+        self.is_writing = False
 
     def beat(self) -> None:
         """Start a beat, unless a message is being written, which a slow client may delay."""
-        if not self._is_writing and self._beating is None:
-            self._beating = asyncio.create_task(self._beat())
-            self._beating.add_done_callback(self._ended)
+        if not self.is_writing and self.beating is None:
+            self.beating = asyncio.create_task(self._beat())
+            self.beating.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._beating = None
+        self.beating = None
         if not task.cancelled() and task.exception() is not None:
             # The client has left; the stream's own writes report it.
             logger.debug("a keep-alive failed", exc_info=task.exception())

@@ -6,6 +6,8 @@ import asyncio
 import itertools
 import socket
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -99,6 +101,23 @@ async def test_too_much_unread_output_ends_the_stream() -> None:
     assert cuts == ["cut"]
     with pytest.raises(OverloadedError):
         await stream.take()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"extras": Extras(LogProbs((-1.0, -2.0), 0, (), (), (1, 2)))},
+        {"kind_changed_at": 0},
+        {"is_sequence_final": True, "finish_reason": FinishReason.STOP},
+        {"is_final": True},
+    ],
+)
+def test_only_a_chunk_without_other_fields_is_read_as_plain(other: dict[str, Any]) -> None:
+    message = pb.GenerateResponse()
+    chunk = Chunk(2, 7, [1, 2], "né")
+    assert chunk.fill(message)
+    assert Chunk.from_proto(message, is_plain=True) == chunk
+    assert not replace(chunk, **other).fill(pb.GenerateResponse())
 
 
 def test_a_chunk_survives_the_wire() -> None:

@@ -98,7 +98,7 @@ def test_queued_requests_are_not_active() -> None:
     harness.submit("b", 6, 3)
     harness.turn()
     harness.finish_step()
-    counts = [effect.stats for effect in harness.effects if isinstance(effect, IterationDone)][0].requests
+    counts = next(effect.stats for effect in harness.effects if isinstance(effect, IterationDone)).requests
     assert (counts.num_active, counts.num_queued, counts.max_num_active) == (1, 1, 1)
 
 
