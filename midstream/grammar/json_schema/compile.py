@@ -8,7 +8,7 @@ import llguidance
 
 from midstream.grammar.json_schema.document import Document
 from midstream.grammar.json_schema.errors import SchemaError
-from midstream.grammar.json_schema.grammar import Terminal, Writer, without_dead_ends
+from midstream.grammar.json_schema.grammar import NOTHING, Terminal, Writer, without_dead_ends
 from midstream.grammar.json_schema.rules import RuleMaker
 from midstream.grammar.json_schema.style import Style
 
@@ -33,7 +33,7 @@ def schema_rules(text: str, prefix: str, tokenizer: llguidance.LLTokenizer) -> t
 
     def is_empty(terminal: Terminal) -> bool:
         if not _MAY_BE_EMPTY.search(terminal.lark):
-            return False
+            return terminal == NOTHING
         if terminal.lark not in known:
             known[terminal.lark] = _matches_nothing(terminal, tokenizer)
         return known[terminal.lark]

@@ -38,6 +38,10 @@ Sequence = tuple[Symbol, ...]
 Rules = dict[str, list[Sequence]]
 
 
+# A terminal that no text matches; it is removed with all that contains it.
+NOTHING = Terminal("")
+
+
 def text(value: str) -> Terminal:
     """Return the terminal of one text."""
     # The library does not accept the control character DEL in a literal.
@@ -130,7 +134,7 @@ class Writer:
         if isinstance(item, Name):
             return self._short[self._shortcut(item.name)]
         if isinstance(item, Terminal):
-            if item.lark.startswith(('"', "%json")):
+            if item.lark.startswith(('"', "%json", "<[")):
                 return item.lark
             return self._terminals.setdefault(item.lark, f"{self._prefix.upper()}T{len(self._terminals)}")
         if item.most == 0:
