@@ -325,6 +325,7 @@ class Conversation:
             self.model.tokens,
             max_calls=self._max_calls,
             thinking=self._thinking_marks,
+            is_thinking=self.is_thinking,
         )
         return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=text)
 
@@ -368,7 +369,7 @@ class Conversation:
         if self.tools.choice != "auto":
             return self.tools.strict
         grammar = self.model.call_grammar
-        is_exact = self.model.constrains_calls and (grammar is None or grammar.tagged is None)
+        is_exact = self.model.constrains_calls and (grammar is None or grammar.is_exact)
         return self.tools.strict if is_exact else frozenset()
 
     def _parts(self, text: str) -> list[Part]:
@@ -402,19 +403,25 @@ class Conversation:
 
     @property
     def _has_channels_guide(self) -> bool:
-        """Whether the grammar covers the channels of the output: those of gpt-oss, if JSON or `strict` tools are asked
-        for. If the output continues a message, or starts with a required call, it has no channels.
+        """Whether the grammar covers the channels of the output: those of gpt-oss, if JSON, `strict` tools or a call
+        are asked for. If the output continues a message, it has no channels.
         """
         if not self.model.format.has_channels or self.options.continues_last:
             return False
         if self._is_guided:
             return self._asks_for_json
-        return bool(self.tools.strict) and self.tools.choice == "auto"
+        return bool(self.tools.strict) or (self.tools.choice != "auto" and bool(self.tools.schemas))
 
     def _channels_guide(self) -> pb.GuidedDecodingConfig | None:
         """Return the grammar for reasoning in channels followed by a call or the answer; None if the schema of the
         requested format is invalid.
         """
+        choice, tokens = self.tools.choice, self.model.tokens
+        if choice != "auto" and self.tools.schemas:
+            names = [self.tools.named] if choice == "named" else list(self.tools.schemas)
+            required = {name: self._parameters(name) for name in names}
+            text = channels_guide(required, names, None, tokens, requires_call=True)
+            return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=text)
         schema = self._own_schema() if self._is_guided else None
         if self._is_guided and schema is None:
             return None
