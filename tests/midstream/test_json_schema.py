@@ -310,6 +310,15 @@ def test_what_cannot_be_enforced_is_refused_by_name(compile_schema: Compile, sch
     assert reason in str(raised.value)
 
 
+def test_white_space_is_none_but_that_of_json(compile_schema: Compile, tokenizer: GuideTokenizer) -> None:
+    style = {"whitespace_pattern": r"\s?x?"}
+    matcher = compile_schema({"type": "object", "properties": {"a": {"type": "array"}}, "x-guidance": style})
+    for text in ('{"a":[1,2]}', '{ "a" : [ 1 , 2 ] }', '{\n"a":[]\t}'):
+        assert accepts(tokenizer, matcher, text)
+    for text in ('{x"a":[]}', '{\u00a0"a":[]}', '{  "a":[]}'):
+        assert not accepts(tokenizer, matcher, text)
+
+
 def test_the_style_can_be_set(compile_schema: Compile, tokenizer: GuideTokenizer) -> None:
     schema = {"type": "object", "properties": {"a": {"const": 1}, "b": {"type": "array"}}}
     compact = compile_schema({**schema, "x-guidance": {"item_separator": ",", "key_separator": ":"}})

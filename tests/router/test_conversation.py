@@ -138,7 +138,8 @@ def test_a_required_call_of_gpt_oss_may_follow_reasoning(
 ) -> None:
     tokenizer = GuideTokenizer(llguidance.LLTokenizer("byte"), {})
     strict = frozenset({"time"})
-    schemas = {"weather": WEATHER, "time": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}}
+    time: dict[str, object] = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    schemas = {"weather": WEATHER, "time": time}
     tools = Tools(schemas, choice=choice, named="time", strict=strict)
     found = conversation(model("openai", "openai"), tools, None)
     matcher = compile_guide(Guide("ebnf", found.request.guided_decoding.guide), tokenizer)

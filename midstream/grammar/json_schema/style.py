@@ -119,21 +119,27 @@ class Style:
         """Return the terminal of a bracket."""
         if not self.space:
             return text(character)
-        before, after = ("", self.space) if character in "[{" else (self.space, "")
-        return Terminal(expression(f"{before}{re.escape(character)}{after}"))
+        mark = text(character).lark
+        return Terminal(f"({mark} {self._space})" if character in "[{" else f"({self._space} {mark})")
 
     @property
     def between(self) -> Terminal:
         """The terminal between two items."""
         if not self.space:
             return text(self.item_separator)
-        return Terminal(expression(f"{self.space}{re.escape(self.item_separator)}{self.space}"))
+        return Terminal(f"({self._space} {text(self.item_separator).lark} {self._space})")
 
     @property
     def _colon(self) -> str:
         if not self.space:
             return text(self.key_separator).lark
-        return expression(f"{self.space}{re.escape(self.key_separator)}{self.space}")
+        return f"{self._space} {text(self.key_separator).lark} {self._space}"
+
+    @property
+    def _space(self) -> str:
+        """The white space, which is no other than JSON's."""
+        own = expression(self.space)
+        return own if self.space == _FLEXIBLE else f"({own} & {expression(_FLEXIBLE)})"
 
     def key(self, name: str) -> Sequence:
         """Return a property's name, and what follows it."""

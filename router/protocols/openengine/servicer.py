@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection, Coroutine
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from typing import Any
 
 import grpc
@@ -38,14 +38,16 @@ _HASH_BYTES = 8
 class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
     """Implements the Inference service, which generates text."""
 
-    def __init__(self, front: FrontDoor) -> None:
+    def __init__(self, front: FrontDoor, tokens: Mapping[str, int]) -> None:
+        """`tokens` are the markers of the model's format that are a single token, with the token's id."""
         self._front = front
+        self._tokens = tokens
 
     async def Generate(  # type: ignore[override]  # it writes to the context
         self, request: oe.GenerateRequest, context: ServicerContext[Any, Any]
     ) -> None:
         """Run a request and stream its events."""
-        native = native_request(request, context.invocation_metadata() or ())
+        native = native_request(request, context.invocation_metadata() or (), self._tokens)
         key = key_of(context.invocation_metadata() or ())
         if key:
             make_repeatable(native, request_id_of(key, "openengine"))
@@ -157,6 +159,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
                     oe.GUIDED_DECODING_MODE_JSON_SCHEMA,
                     oe.GUIDED_DECODING_MODE_REGEX,
                     oe.GUIDED_DECODING_MODE_EBNF_GRAMMAR,
+                    oe.GUIDED_DECODING_MODE_STRUCTURAL_TAG,
                     oe.GUIDED_DECODING_MODE_CHOICE,
                     oe.GUIDED_DECODING_MODE_JSON_OBJECT,
                 )
