@@ -19,7 +19,7 @@ from midstream.grammar.json_schema.document import Document
 from midstream.grammar.json_schema.errors import SchemaError, UnenforceableError
 from midstream.grammar.json_schema.grammar import MAX_RULES, Name, Rules, Sequence, Terminal, expression, text
 from midstream.grammar.json_schema.negation import EXCLUDED
-from midstream.grammar.json_schema.numbers import decimals, integers
+from midstream.grammar.json_schema.numbers import FRACTION, PLAIN, decimals, integers, spellings
 from midstream.grammar.json_schema.objects import object_rules
 from midstream.grammar.json_schema.spelling import spelled, spelled_parts
 from midstream.grammar.json_schema.strings import string_conditions
@@ -132,6 +132,7 @@ def _scalars(found: Demands, style: Style) -> list[Sequence]:
             patterns=found.patterns,
             formats=found.formats,
             excluded=[value for value in found.excluded if isinstance(value, str)],
+            excluded_patterns=found.excluded_patterns,
         )
         sequences.append((Terminal(conditions),))
     if found.types & {"integer", "number"}:
@@ -143,18 +144,20 @@ def _numbers(found: Demands) -> list[Sequence]:
     """Return the terminals of the numbers in a range, or of its integers."""
     out = [value for value in found.excluded if isinstance(value, int | Decimal) and not isinstance(value, bool)]
     if found.multiples:
-        if out:
+        if out or found.is_fractional:
             raise UnenforceableError("not beside multipleOf cannot be enforced")
         return _multiples(found)
     if "number" in found.types:
-        options = [" & ".join(map(expression, parts)) for parts in decimals(found.numbers)]
-        if out:
-            raise UnenforceableError("not with a number as a value cannot be enforced, unless the type is integer")
-        return [(Terminal(option),) for option in options]
-    spellings = integers(*found.numbers.integers())
+        own = [FRACTION] if found.is_fractional else []
+        but = f" & {expression(PLAIN)} & ~{expression('|'.join(map(spellings, out)))}" if out else ""
+        options = [" & ".join(map(expression, [*parts, *own])) for parts in decimals(found.numbers)]
+        return [(Terminal(option + but),) for option in options]
+    if found.is_fractional:
+        return []
+    options = integers(*found.numbers.integers())
     whole = [str(int(value)) for value in out if value == int(value)]
     but = f" & ~{expression('(' + '|'.join(whole) + ')')}" if whole else ""
-    return [(Terminal(expression(spelling) + but),) for spelling in spellings]
+    return [(Terminal(expression(spelling) + but),) for spelling in options]
 
 
 def _multiples(found: Demands) -> list[Sequence]:
