@@ -67,6 +67,9 @@ def demands(document: Document, whole: Conjunction) -> Demands:
         is_free = not (found.excluded or found.excluded_patterns or found.is_fractional)
         is_listed_once = sum(("enum" in schema) + ("const" in schema) for schema in whole.schemas) == 1
         is_simple = is_free and is_listed_once and all(schema.keys() <= _SIMPLE for schema in whole.schemas)
+        if is_simple and all(type(value) is str for value in found.values):
+            found.values = found.values if "string" in found.types else []
+            return found
         is_allowed = partial(_has_type, found.types) if is_simple else partial(_is_allowed, document, whole, found)
         found.values = [value for value in found.values if is_allowed(value)]
     return found
@@ -74,6 +77,8 @@ def demands(document: Document, whole: Conjunction) -> Demands:
 
 def _has_type(types: set[str], value: object) -> bool:
     """Return whether a value has one of the types."""
+    if type(value) is str:
+        return "string" in types
     if isinstance(value, int | Decimal) and not isinstance(value, bool):
         return "number" in types or ("integer" in types and value == int(value))
     return next(name for kind, name in _KINDS if isinstance(value, kind)) in types

@@ -55,7 +55,7 @@ def object_rules(maker: Maker, whole: Conjunction, style: Style) -> list[Sequenc
     properties = [_Property(style.key(name), members.value(name), name in required) for name in names]
     others = members.others(names) if allowed is None else []
     chain = _Chain(maker, properties, others, low, high)
-    return [style.around((chain.start(),))]
+    return [style.around(chain.start())]
 
 
 def _names(schema: Mapping[str, Any], keyword: str) -> list[str]:
@@ -208,28 +208,45 @@ class _Chain:
         self._top = max(low, 1) if high is None else max(high, 1)
         if len(properties) * self._top > _MAX_STATES:
             raise UnenforceableError("minProperties or maxProperties with so many properties cannot be enforced")
-        self._known: dict[tuple[int, int], Name] = {}
+        # By the property with which they begin, and the number of members before it.
+        self._known: dict[tuple[int, int], Sequence] = {}
 
-    def start(self) -> Name:
-        """Return the rule of all members."""
+    def start(self) -> Sequence:
+        """Return the terms of all members."""
         # From the last property on, so that no deep recursion is needed.
-        for index in reversed(range(len(self._properties) + 1)):
-            for count in range(min(index, self._top) + 1):
-                self._known[index, count] = (
-                    self._rest(count) if index == len(self._properties) else self._from(index, count)
-                )
+        counts = self._counts()
+        for index in reversed(range(len(counts))):
+            for count in counts[index]:
+                if index == len(self._properties):
+                    self._known[index, count] = (self._rest(count),)
+                    continue
+                options = self._options(index, count)
+                # Most properties are required; then nothing else leads to what follows.
+                is_alone = len(options) == 1 and len(counts[index]) == 1
+                self._known[index, count] = options[0] if is_alone else (self._maker.add(options),)
         return self._known[0, 0]
 
-    def _from(self, index: int, count: int) -> Name:
+    def _counts(self) -> list[list[int]]:
+        """Return, for each property and the end, the numbers of members that may precede it."""
+        found = [[0]]
+        for property_ in self._properties:
+            following = {min(count + 1, self._top) for count in found[-1] if self._may_have_more(count)}
+            found.append(sorted(following if property_.is_required else following.union(found[-1])))
+        return found
+
+    def _may_have_more(self, count: int) -> bool:
+        return self._high is None or count < self._high
+
+    def _options(self, index: int, count: int) -> list[Sequence]:
         property_ = self._properties[index]
         options: list[Sequence] = []
-        if self._high is None or count < self._high:
+        if self._may_have_more(count):
             member: Sequence = (*property_.key, property_.value)
             before: Sequence = (self._maker.style.between,) if count else ()
-            options.append((*before, *member, self._known[index + 1, min(count + 1, self._top)]))
+            options.append((*before, *member, *self._known[index + 1, min(count + 1, self._top)]))
         if not property_.is_required:
-            options.append((self._known[index + 1, count],))
-        return self._maker.add(options)
+            options.append(self._known[index + 1, count])
+        return options
 
     def _rest(self, count: int) -> Name:
         """Return the rule of the members that are not named, after `count` members."""

@@ -42,6 +42,7 @@ _RELAXED = (
 )
 # Characters that have a meaning in expressions, and those that are easily mistaken.
 _encode = json.JSONEncoder(ensure_ascii=False).encode
+_QUICK = re.compile(r"[A-Za-z0-9_ :,;=]*")  # texts that need no escapes
 _SPECIAL = re.compile(r"[^A-Za-z0-9_ \":,!@%<>=;'~`]")
 
 
@@ -202,6 +203,9 @@ def _common_multiple(one: Decimal, other: Decimal) -> Decimal:
 
 def _listed(values: Items[Any], style: Style) -> Terminal:
     """Return the terminal of listed values, each in one spelling."""
+    if all(type(value) is str for value in values) and _QUICK.fullmatch("".join(values)):
+        joined = '"|"'.join(dict.fromkeys(values))
+        return Terminal(expression(f'("{joined}")'))
     spellings = dict.fromkeys(spelled(value, style) for value in values)
     return Terminal(expression("(" + "|".join(map(_plain, spellings)) + ")"))
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from midstream.grammar.json_schema.errors import SchemaError, UnenforceableError
 from midstream.grammar.json_schema.grammar import NOTHING, Sequence, Terminal, expression, text
 
+_SIMPLE = re.compile(r"[A-Za-z0-9 _.,:;/-]*")  # most strings
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 _ANY = r"(.|\n)*"
 
@@ -173,4 +174,6 @@ class Style:
 
 def json_text(value: str) -> str:
     """Return the JSON text of a string, with U+FFFD for lone surrogates."""
+    if _SIMPLE.fullmatch(value):
+        return f'"{value}"'
     return _encode(value).encode(errors="replace").decode()
