@@ -70,6 +70,23 @@ class PerfMetrics:
 _PERF_FIELDS = tuple(PerfMetrics.__dataclass_fields__)
 
 
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """Whether an output matches a schema that was not fully enforced: it does if there are no errors."""
+
+    errors: tuple[str, ...] = ()
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether there are no errors."""
+        return not self.errors
+
+    @staticmethod
+    def from_proto(message: pb.Validation) -> Validation:
+        """Build this from the protobuf message."""
+        return Validation(tuple(message.errors) or (() if message.is_valid else ("is not valid",)))
+
+
 @dataclass(slots=True)
 class Chunk:
     """Consecutive tokens of one sequence, and the text that they complete.
@@ -89,6 +106,7 @@ class Chunk:
         perf_metrics: Set on the final chunk, if requested.
         error: The error with which the request failed.
         kind_changed_at: Index of the first token that workers of another kind computed; None if there is none so far.
+        validation: Set on a sequence's final chunk if its schema was not fully enforced.
     """
 
     sequence_index: int = 0
@@ -105,6 +123,7 @@ class Chunk:
     perf_metrics: PerfMetrics | None = None
     error: MidstreamError | None = field(default=None, compare=False)
     kind_changed_at: int | None = None
+    validation: Validation | None = None
 
     @property
     def next_offset(self) -> int:
@@ -151,6 +170,7 @@ class Chunk:
             self.finish_reason, self.matched_stop = later.finish_reason, later.matched_stop
             self.cumulative_log_prob, self.usage = later.cumulative_log_prob, later.usage
             self.perf_metrics, self.error = later.perf_metrics, later.error
+            self.validation = later.validation
 
     def cut(self, max_tensor_bytes: int) -> tuple[Chunk, Chunk | None]:
         """Split the chunk so that the first part has at most `max_tensor_bytes` of tensors; if there is a second part,
@@ -209,6 +229,9 @@ class Chunk:
         return is_plain
 
     def _fill_end(self, response: pb.GenerateResponse) -> None:
+        if self.validation is not None:
+            response.validation.is_valid = self.validation.is_valid
+            response.validation.errors.extend(self.validation.errors)
         response.is_sequence_final, response.is_final = self.is_sequence_final, self.is_final
         if self.finish_reason is not None:
             response.finish_reason = _REASON_NUMBERS[self.finish_reason]
@@ -250,6 +273,8 @@ class Chunk:
                 chunk.perf_metrics = perf_metrics_from_proto(response.perf_metrics)
             if response.HasField("error"):
                 chunk.error = from_proto(response.error)
+            if response.HasField("validation"):
+                chunk.validation = Validation.from_proto(response.validation)
         return chunk
 
 

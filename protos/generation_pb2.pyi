@@ -1133,6 +1133,7 @@ class GenerateResponse(google.protobuf.message.Message):
     ERROR_FIELD_NUMBER: builtins.int
     IS_KEEP_ALIVE_FIELD_NUMBER: builtins.int
     KIND_CHANGED_AT_FIELD_NUMBER: builtins.int
+    VALIDATION_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     sequence_index: builtins.int
     token_offset: builtins.int
@@ -1180,6 +1181,12 @@ class GenerateResponse(google.protobuf.message.Message):
     def perf_metrics(self) -> global___PerfMetrics: ...
     @property
     def error(self) -> global___ErrorInfo: ...
+    @property
+    def validation(self) -> global___Validation:
+        """Set on a sequence's final chunk if its JSON schema is enforced only as far as possible (`x-guidance` with `lenient`):
+        whether the output matches all of it.
+        """
+
     def __init__(
         self,
         *,
@@ -1202,9 +1209,10 @@ class GenerateResponse(google.protobuf.message.Message):
         error: global___ErrorInfo | None = ...,
         is_keep_alive: builtins.bool = ...,
         kind_changed_at: builtins.int | None = ...,
+        validation: global___Validation | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_kind_changed_at", b"_kind_changed_at", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "kind_changed_at", b"kind_changed_at", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_kind_changed_at", b"_kind_changed_at", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "finish_reason", b"finish_reason", "is_final", b"is_final", "is_keep_alive", b"is_keep_alive", "is_sequence_final", b"is_sequence_final", "kind_changed_at", b"kind_changed_at", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "matched_stop_word", b"matched_stop_word", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "request_id", b"request_id", "sequence_index", b"sequence_index", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids", "token_offset", b"token_offset", "usage", b"usage"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_kind_changed_at", b"_kind_changed_at", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "kind_changed_at", b"kind_changed_at", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "usage", b"usage", "validation", b"validation"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_kind_changed_at", b"_kind_changed_at", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "finish_reason", b"finish_reason", "is_final", b"is_final", "is_keep_alive", b"is_keep_alive", "is_sequence_final", b"is_sequence_final", "kind_changed_at", b"kind_changed_at", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "matched_stop_word", b"matched_stop_word", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "request_id", b"request_id", "sequence_index", b"sequence_index", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids", "token_offset", b"token_offset", "usage", b"usage", "validation", b"validation"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob"]) -> typing.Literal["cumulative_log_prob"] | None: ...
     @typing.overload
@@ -1213,3 +1221,24 @@ class GenerateResponse(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_matched_stop_token_id", b"_matched_stop_token_id"]) -> typing.Literal["matched_stop_token_id"] | None: ...
 
 global___GenerateResponse = GenerateResponse
+
+@typing.final
+class Validation(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    IS_VALID_FIELD_NUMBER: builtins.int
+    ERRORS_FIELD_NUMBER: builtins.int
+    is_valid: builtins.bool
+    @property
+    def errors(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Why the output does not match; the first few reasons."""
+
+    def __init__(
+        self,
+        *,
+        is_valid: builtins.bool = ...,
+        errors: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["errors", b"errors", "is_valid", b"is_valid"]) -> None: ...
+
+global___Validation = Validation

@@ -151,7 +151,7 @@ async def serve(config: RouterConfig) -> None:
         on_routers=quotas.learn,
         on_detached=quotas.learn_detached,
     )
-    add_servicers(server, front, status, router_id)
+    add_servicers(server, front, status, router_id, chat.tokens)
     bodies = BodyReader(BodyBudget(max_body_bytes(folder, config.max_body_bytes, config.max_message_bytes)))
     kept = KeptRequests(cells)
     pages = OpenAiApi(front, metrics, progress.problems, bodies, chat, kept, progress.stalled).app()

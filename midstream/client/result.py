@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage
+from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage, Validation
 from midstream.extras import Extras, Tensor, join_tensors
 
 
@@ -15,6 +15,7 @@ class SequenceResult:
     Attributes:
         extras: Log probabilities and pieces of tensors, if requested.
         kind_changed_at: Index of the first token that another kind of workers computed; None if there is none.
+        validation: Whether the text matches its schema, if this was not fully enforced.
     """
 
     text: str = ""
@@ -24,6 +25,7 @@ class SequenceResult:
     extras: Extras | None = None
     cumulative_log_prob: float | None = None
     kind_changed_at: int | None = None
+    validation: Validation | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -68,7 +70,7 @@ class Result:
             sequence.extras = sequence.extras + chunk.extras if sequence.extras is not None else chunk.extras
         if chunk.is_sequence_final:
             sequence.finish_reason, sequence.matched_stop = chunk.finish_reason, chunk.matched_stop
-            sequence.cumulative_log_prob = chunk.cumulative_log_prob
+            sequence.cumulative_log_prob, sequence.validation = chunk.cumulative_log_prob, chunk.validation
         if chunk.kind_changed_at is not None:
             sequence.kind_changed_at = chunk.kind_changed_at
         if chunk.is_final:

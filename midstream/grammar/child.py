@@ -1,4 +1,4 @@
-"""The grammar process: `python -m midstream.grammar.child FD TOKENIZER_JSON VOCAB_SIZE END_IDS MEMORY_BYTES LIMIT_S`.
+"""The grammar process: `python -m midstream.grammar.child FD MEMORY_BYTES LIMIT_S TOKENIZER_JSON VOCAB_SIZE END_IDS`.
 
 1. A row is opened with its guide. The guide is compiled on a thread, once for all rows that share it; compiled guides
    are kept in an LRU cache.
@@ -179,7 +179,7 @@ def _lower_priority() -> None:
 
 
 def main() -> None:
-    number, file, vocab_size, end_ids, memory_bytes, limit_s = sys.argv[1:]
+    number, memory_bytes, limit_s, file, vocab_size, end_ids = sys.argv[1:]
     resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection = socket.socket(fileno=int(number))

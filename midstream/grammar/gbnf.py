@@ -1,16 +1,25 @@
-"""Parses GBNF, the grammars of llama.cpp."""
+"""Parses GBNF, the grammars of llama.cpp, and those of XGrammar, which differ in few respects.
+
+In the latter, a sequence may go on in the next line, names may have dots, a lookahead `(= …)` only describes what
+follows, and `TagDispatch` is free text with rules for what follows its tags.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import permutations
 
 _MAX_CHARACTER = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
-_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}
+_ESCAPES = {
+    "n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "e": "\x1b", "0": "\0",
+}  # fmt: skip
 _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
-_NAME = re.compile(r"[\w-]+")
+_NAME, _DOTTED_NAME = re.compile(r"[\w-]+"), re.compile(r"[\w-]+(?:\.[\w-]+)+")
+_RULE = re.compile(r"([\w-]+(?:\.[\w-]+)*)[ \t]*::=")
+_DISPATCH, _TRUE = "TagDispatch", {"true": True, "false": False}
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _SPACE, _SPACE_AND_LINES = re.compile(r"(?:[ \t]|#[^\r\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
 
@@ -70,12 +79,27 @@ class Repetition:
     most: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Free text in which each tag is followed by its rule; it is the whole of the rule `root`.
+
+    Attributes:
+        tags: Each tag with the name of its rule.
+        loops: Whether free text follows a rule; otherwise, the text ends with it.
+        excluded: Texts that the free text does not contain.
+    """
+
+    tags: tuple[tuple[str, str], ...]
+    loops: bool
+    excluded: tuple[str, ...]
+
+
 Node = Characters | Literal | Reference | Sequence | Choice | Repetition
 EMPTY = Sequence(())
 
 
-def parse_gbnf(text: str) -> dict[str, Node]:
-    """Return the rules by name.
+def parse_gbnf(text: str) -> tuple[dict[str, Node], Dispatch | None]:
+    """Return the rules by name, and what takes the place of the rule `root` if it dispatches tags.
 
     Raises:
         GbnfError: The text is not a grammar; the message says where, or which rule is missing.
@@ -89,25 +113,99 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0
+        self._dotted = {found[1] for found in _RULE.finditer(text) if "." in found[1]}
 
-    def rules(self) -> dict[str, Node]:
+    def rules(self) -> tuple[dict[str, Node], Dispatch | None]:
         rules: dict[str, Node] = {}
+        dispatch: Dispatch | None = None
         self._skip(_SPACE_AND_LINES)
         while self._at < len(self._text):
-            name = self._take(_NAME, "the name of a rule")
+            name = self._dotted_name() or self._take(_NAME, "the name of a rule")
             if name in rules:
                 raise GbnfError(f"the rule {name[:64]!r} is defined twice")
             self._skip(_SPACE)
             self._expect("::=")
             self._skip(_SPACE_AND_LINES)
-            rules[name] = self._choice(is_nested=False)
+            if name == "root" and self._text.startswith(f"{_DISPATCH}(", self._at):
+                dispatch = self._dispatch()
+                rules[name] = _analyzed(dispatch)
+            else:
+                rules[name] = self._choice(is_nested=False)
             self._skip(_SPACE_AND_LINES)
         if "root" not in rules:
             raise GbnfError("the grammar has no rule 'root'")
         for name in (name for node in rules.values() for name in references(node)):
             if name not in rules:
                 raise GbnfError(f"the rule {name[:64]!r} is not defined")
-        return rules
+        return rules, dispatch
+
+    def _dotted_name(self) -> str:
+        """Consume and return a name with dots, if there is a rule of this name; otherwise, a dot is any character."""
+        found = _DOTTED_NAME.match(self._text, self._at)
+        if found is None or found[0] not in self._dotted:
+            return ""
+        self._at = found.end()
+        return found[0]
+
+    def _dispatch(self) -> Dispatch:
+        tags: list[tuple[str, str]] = []
+        loops, excluded = True, tuple[str, ...]()
+        self._at += len(_DISPATCH) + 1
+        self._skip(_SPACE_AND_LINES)
+        while self._peek() != ")":
+            if self._peek() == "(":
+                tags.append(self._tag())
+            else:
+                option = self._take(_NAME, "a tag in parentheses, loop_after_dispatch or excludes")
+                self._skip(_SPACE_AND_LINES)
+                self._expect("=")
+                self._skip(_SPACE_AND_LINES)
+                if option == "loop_after_dispatch":
+                    value = self._take(_NAME, "true or false")
+                    if value not in _TRUE:
+                        raise self._error("true or false")
+                    loops = _TRUE[value]
+                elif option == "excludes":
+                    excluded = self._texts()
+                else:
+                    raise GbnfError(f"{_DISPATCH} has the unknown argument {option[:64]!r}")
+            self._skip(_SPACE_AND_LINES)
+            if self._peek() == ",":
+                self._at += 1
+                self._skip(_SPACE_AND_LINES)
+        self._expect(")")
+        for one, other in permutations([tag for tag, _ in tags], 2):
+            if other.startswith(one):
+                raise GbnfError(f"the tag {other[:64]!r} begins with the tag {one[:64]!r}")
+        return Dispatch(tuple(tags), loops, excluded)
+
+    def _tag(self) -> tuple[str, str]:
+        self._expect("(")
+        self._skip(_SPACE_AND_LINES)
+        tag = self._quoted()
+        if not tag:
+            raise self._error("a tag that is not empty")
+        self._skip(_SPACE_AND_LINES)
+        self._expect(",")
+        self._skip(_SPACE_AND_LINES)
+        rule = self._dotted_name() or self._take(_NAME, "the name of a rule")
+        self._skip(_SPACE_AND_LINES)
+        self._expect(")")
+        return tag, rule
+
+    def _texts(self) -> tuple[str, ...]:
+        """Read texts in parentheses."""
+        found: list[str] = []
+        self._expect("(")
+        self._skip(_SPACE_AND_LINES)
+        while self._peek() != ")":
+            found.append(self._quoted())
+            self._skip(_SPACE_AND_LINES)
+            if self._peek() == ",":
+                self._at += 1
+                self._skip(_SPACE_AND_LINES)
+        self._at += 1
+        return tuple(filter(None, found))
 
     def _choice(self, *, is_nested: bool) -> Node:
         items = [self._sequence(is_nested=is_nested)]
@@ -123,14 +221,30 @@ class _Parser:
 
     def _sequence(self, *, is_nested: bool) -> Node:
         items: list[Node] = []
-        space = _SPACE_AND_LINES if is_nested else _SPACE
-        while (character := self._peek()) and character not in "|)\r\n":
-            items.append(self._repeated(self._item()))
-            self._skip(space)
+        while (character := self._peek()) and character not in "|)":
+            if self._text.startswith("(=", self._at):
+                self._skip_lookahead()
+            else:
+                items.append(self._repeated(self._item()))
+            end = self._at
+            self._skip(_SPACE_AND_LINES)
+            if not is_nested and _RULE.match(self._text, self._at):
+                self._at = end  # the next rule
+                break
         return items[0] if len(items) == 1 else Sequence(tuple(items))
+
+    def _skip_lookahead(self) -> None:
+        """Read a lookahead, which XGrammar does not enforce."""
+        self._at += 2
+        self._skip(_SPACE_AND_LINES)
+        self._choice(is_nested=True)
+        self._skip(_SPACE_AND_LINES)
+        self._expect(")")
 
     def _item(self) -> Node:
         character = self._peek()
+        if self._text.startswith(f"{_DISPATCH}(", self._at):
+            raise GbnfError(f"{_DISPATCH} must be all of the rule 'root'")
         if character == '"':
             return self._literal()
         if character == "[":
@@ -145,7 +259,8 @@ class _Parser:
             self._skip(_SPACE_AND_LINES)
             self._expect(")")
             return item
-        return Reference(self._take(_NAME, "a literal, a character class, a group or the name of a rule"))
+        name = self._dotted_name() or self._take(_NAME, "a literal, a character class, a group or the name of a rule")
+        return Reference(name)
 
     def _repeated(self, item: Node) -> Node:
         while True:
@@ -176,14 +291,19 @@ class _Parser:
         return least, most
 
     def _literal(self) -> Node:
-        self._at += 1
+        text = self._quoted()
+        if len(text) == 1:
+            return Characters(((ord(text), ord(text)),))
+        return Literal(text) if text else EMPTY
+
+    def _quoted(self) -> str:
+        """Read a text in quotes."""
+        self._expect('"')
         characters: list[str] = []
         while self._peek() != '"':
             characters.append(self._character())
         self._at += 1
-        if len(characters) == 1:
-            return Characters(((ord(characters[0]), ord(characters[0])),))
-        return Literal("".join(characters)) if characters else EMPTY
+        return "".join(characters)
 
     def _class(self) -> Node:
         self._at += 1
@@ -251,6 +371,16 @@ class _Parser:
         line = self._text.count("\n", 0, self._at) + 1
         column = self._at - self._text.rfind("\n", 0, self._at)
         return GbnfError(f"line {line}, column {column}: expected {wanted}")
+
+
+def _analyzed(dispatch: Dispatch) -> Node:
+    """Return a node of which the texts follow each other as in dispatched tags, with any free text."""
+    free = Repetition(Characters(((0, _MAX_CHARACTER),)), 0, None)
+    calls = tuple(Sequence((Literal(tag), Reference(rule))) for tag, rule in dispatch.tags)
+    if not calls:
+        return free
+    call = Choice(calls) if len(calls) > 1 else calls[0]
+    return Sequence((free, Repetition(Sequence((call, free) if dispatch.loops else (call,)), 0, None)))
 
 
 def children(node: Node) -> tuple[Node, ...]:

@@ -18,6 +18,7 @@ from midstream.grammar.gbnf import (
     SURROGATES,
     Characters,
     Choice,
+    Dispatch,
     GbnfError,
     Literal,
     Node,
@@ -45,7 +46,7 @@ def to_lark(text: str) -> str:
     """
     if _LARK.search(text):
         return text
-    return _Converter(parse_gbnf(text)).lark()
+    return _Converter(*parse_gbnf(text)).lark()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,14 @@ class _Lexeme:
 
 
 class _Converter:
-    def __init__(self, rules: Mapping[str, Node]) -> None:
+    def __init__(self, rules: Mapping[str, Node], dispatch: Dispatch | None) -> None:
         self._rules = rules
+        self._dispatch = dispatch
         self._alphabet = _Alphabet(rules)
         self._named = {
-            name for name, (size, depth) in _sizes(rules).items() if size <= _MAX_SIZE and depth <= _MAX_DEPTH
+            name
+            for name, (size, depth) in _sizes(rules).items()
+            if size <= _MAX_SIZE and depth <= _MAX_DEPTH and not (dispatch and name == "root")
         }
         self._split: set[Node] = set()
         self._known: dict[Node, _Lexeme] = {}
@@ -87,13 +91,28 @@ class _Converter:
             self._split |= conflicts
             self._named -= {node.name for node in conflicts if isinstance(node, Reference)}
         names = {name: f"r{number}" for number, name in enumerate(self._rules)}
-        lines = ["%llguidance {}", f"start: {self._terms(_ROOT, names)}"]
+        lines = ["%llguidance {}"]
+        if self._dispatch is None:
+            lines.append(f"start: {self._terms(_ROOT, names)}")
+        else:
+            lines += self._dispatching(self._dispatch, names)
         for name in self._used_rules():
+            if self._dispatch is not None and name == "root":
+                continue
             if name in self._named:
                 lines.append(f"{names[name].upper()}: /{self._regex(self._rules[name])}/")
             else:
                 lines.append(f"{names[name]}: {self._terms(self._rules[name], names)}")
         return "\n".join(lines)
+
+    def _dispatching(self, dispatch: Dispatch, names: Mapping[str, str]) -> list[str]:
+        """Return the rules of free text with tags. A lazy rule ends where its text first matches."""
+        marks = [self._regex(Literal(text)) for text in (*(tag for tag, _ in dispatch.tags), *dispatch.excluded)]
+        but = rf" & ~/(.|\n)*({'|'.join(marks)})(.|\n)*/" if marks else ""
+        calls = [f"tag{i} {self._terms(Reference(rule), names)}" for i, (_, rule) in enumerate(dispatch.tags)]
+        start = f"({' | '.join(calls)})* FREE" if dispatch.loops and calls else " | ".join(["FREE", *calls])
+        tags = [f"tag{i}[lazy]: FREE /{self._regex(Literal(tag))}/" for i, (tag, _) in enumerate(dispatch.tags)]
+        return [f"start: {start}", *tags, rf"FREE: /(.|\n)*/{but}"]
 
     def is_unit(self, node: Node) -> bool:
         """Return whether a node is one lexeme."""

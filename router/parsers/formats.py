@@ -66,6 +66,40 @@ def _kimi(template: str) -> CallGrammar:
     return CallGrammar(kimi.BEGIN, opening, kimi.CALL_END, "", kimi.END)
 
 
+def _llama(template: str) -> CallGrammar:
+    begins = rf'\s*(\[\s*)?\{{\s*"({"|".join(llama.KEYS)})"'
+    return CallGrammar(llama.TAG, '{"name": "NAME", "parameters": ', "}", "; ", "", bare=begins)
+
+
+def _pythonic(template: str) -> CallGrammar:
+    begins, notation = r"\s*\[\s*[\w.\-]+\(", {"notation": "python"}
+    begin = f"{pythonic.START}["
+    return CallGrammar(
+        begin, "NAME(", ")", ", ", "]", bare=begins, bare_begin="[", tail=pythonic.END, notation=notation
+    )
+
+
+def _invocations(prefix: str, begin: str, end: str, kind: str = "") -> CallGrammar:
+    opening, closing = f'<{prefix}parameter name="KEY"{kind}>', f"</{prefix}parameter>"
+    call, call_end = f'<{prefix}invoke name="NAME">\n', f"</{prefix}invoke>"
+    style = TaggedArguments(opening, f"{closing}\n", (closing, call_end))
+    return CallGrammar(f"{begin}\n", call, call_end, "\n", f"\n{end}", style)
+
+
+def _minimax(template: str) -> CallGrammar:
+    return _invocations("", invoke.MINIMAX_BEGIN, invoke.MINIMAX_END)
+
+
+def _deepseek_v32(template: str) -> CallGrammar:
+    return _invocations(invoke.DSML, invoke.DSML_BEGIN, invoke.DSML_END, ' string="IS_STRING"')
+
+
+def _gemma(marks: tuple[str, str, str]) -> Callable[[str], CallGrammar]:
+    begin, end, quote = marks
+    notation = {"notation": "gemma", "quote": quote, "item_separator": ",", "key_separator": ":"}
+    return lambda template: CallGrammar(begin, "call:NAME", "", None, end, notation=notation)
+
+
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """How a model writes tool calls.
@@ -87,8 +121,8 @@ class ToolFormat:
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": ToolFormat(hermes.script, (hermes.OPENING, hermes.CLOSING), grammar=_hermes),
-    "llama3_json": ToolFormat(llama.script, (llama.TAG,)),
-    "pythonic": ToolFormat(pythonic.script, (pythonic.START, pythonic.END)),
+    "llama3_json": ToolFormat(llama.script, (llama.TAG,), grammar=_llama),
+    "pythonic": ToolFormat(pythonic.script, (pythonic.START, pythonic.END), grammar=_pythonic),
     "mistral": ToolFormat(mistral.script, (mistral.MARK, mistral.CALL_ID, mistral.ARGS), (), _short_id, _mistral),
     "qwen3_coder": ToolFormat(qwen_coder.script, (hermes.OPENING, hermes.CLOSING), grammar=_qwen_coder),
     "deepseek_v3": ToolFormat(
@@ -97,16 +131,18 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         (deepseek.BEGIN,),
         grammar=_deepseek,
     ),
-    "deepseek_v32": ToolFormat(invoke.deepseek_v32, ("｜DSML｜",), (invoke.DSML_BEGIN,)),
+    "deepseek_v32": ToolFormat(invoke.deepseek_v32, (invoke.DSML,), (invoke.DSML_BEGIN,), grammar=_deepseek_v32),
     "kimi_k2": ToolFormat(
         kimi.script, (kimi.BEGIN, kimi.END, kimi.CALL, kimi.ARGUMENT, kimi.CALL_END), (kimi.BEGIN,), _kimi_id, _kimi
     ),
     "glm45": ToolFormat(glm.script, glm.MARKS, grammar=_glm),
     "openai": ToolFormat(harmony.script, harmony.MARKS),
-    "functiongemma": ToolFormat(gemma.function_gemma, gemma.FUNCTION_GEMMA, (gemma.FUNCTION_GEMMA[0],)),
-    "gemma4": ToolFormat(gemma.gemma4, gemma.GEMMA4, (gemma.GEMMA4[0],)),
+    "functiongemma": ToolFormat(
+        gemma.function_gemma, gemma.FUNCTION_GEMMA, (gemma.FUNCTION_GEMMA[0],), grammar=_gemma(gemma.FUNCTION_GEMMA)
+    ),
+    "gemma4": ToolFormat(gemma.gemma4, gemma.GEMMA4, (gemma.GEMMA4[0],), grammar=_gemma(gemma.GEMMA4)),
     "minimax_m2": ToolFormat(
-        invoke.minimax, (invoke.MINIMAX_BEGIN, invoke.MINIMAX_END), (invoke.MINIMAX_BEGIN,)
+        invoke.minimax, (invoke.MINIMAX_BEGIN, invoke.MINIMAX_END), (invoke.MINIMAX_BEGIN,), grammar=_minimax
     ),
 }  # fmt: skip
 # gpt-oss writes its reasoning in a channel: one parser handles both calls and reasoning.

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from router.parsers.machine import Schema
 from router.parsers.tagged_values import alternatives, properties_of
@@ -23,6 +24,7 @@ _SPACE = r"SPACE: /\s*/"
 # White space between and after sections of calls.
 _ROOT_ID = "urn:midstream:root"
 _GAP = r"GAP: /\s{0,2}/"
+_NO_TEXT = ("null", "boolean", "number", "array", "object")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class TaggedArguments:
     """How a format writes arguments one by one: strings as they are, and other values as JSON.
 
     Attributes:
-        opening: Text before a value; KEY stands for the argument's name.
+        opening: Text before a value; KEY stands for the argument's name, and IS_STRING for whether it is a string.
         closing: Text after a value, which ends it.
         excluded: Tags that a string cannot contain, since the parser would end the value or the call there.
     """
@@ -50,7 +52,12 @@ class CallGrammar:
         closing: Text after a call's arguments.
         separator: Text between calls of a section; None if a section has only one call.
         end: Text after the last call of a section.
-        tagged: How the arguments are written; None for a JSON object.
+        tagged: How the arguments are written, if one by one.
+        bare: Expression of the text with which a section begins at the start of the answer, where `begin` is left out;
+            None if each section has its beginning.
+        bare_begin: The part of `begin` that is not left out there.
+        tail: Text that may follow the end of a section with its beginning.
+        notation: The notation of the arguments as `x-guidance` (see json_schema/style.py), if it is not JSON.
     """
 
     begin: str
@@ -59,6 +66,15 @@ class CallGrammar:
     separator: str | None
     end: str
     tagged: TaggedArguments | None = None
+    bare: str | None = None
+    bare_begin: str = ""
+    tail: str = ""
+    notation: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether grammars enforce all of a schema. Strings that are written as they are match no patterns."""
+        return self.tagged is None and "quote" not in self.notation
 
 
 def auto_guide(
@@ -69,6 +85,7 @@ def auto_guide(
     *,
     max_calls: int | None,
     thinking: tuple[str, str] | None,
+    is_thinking: bool = False,
 ) -> str:
     """Return a Lark grammar for free text that may contain tool calls.
 
@@ -78,20 +95,45 @@ def auto_guide(
         tokens: Markers that are a single token, with the token's id.
         max_calls: 1 for at most one call; None for any number.
         thinking: Markers of the model's reasoning, if the model may reason first.
+        is_thinking: Whether the prompt has opened the reasoning.
     """
     spell = Speller(tokens)
-    call, calls = _calls(grammar, tools, strict, spell, max_calls)
-    lines = [call]
-    if spell.first_token(grammar.begin):
-        lines.append(f"section: TEXT {spell(grammar.begin)} {calls}")
-    else:
-        lines.append(f"begin[lazy]: TEXT {spell(grammar.begin)}")
-        lines.append(f"section: begin {calls}")
+    calls = _calls(grammar, tools, strict, spell, max_calls)
+    if grammar.bare is not None:
+        answers = _bare_answer(grammar, calls, spell, thinking)
+        lines = [*calls.rules, *answers, *_after_thinking("answer", spell, thinking, is_thinking=is_thinking)]
+        return "\n".join(lines)
+    lines = [*calls.rules, *_until("begin", grammar.begin, spell), f"section: begin {calls.section}"]
     answer = f"section{'?' if max_calls == 1 else '*'} TEXT"
-    if thinking is not None and spell.first_token(thinking[0]):
+    if thinking is not None and spell.has_token(thinking[0]):
         # TEXT does not match these tokens, so they are added explicitly; otherwise the model could not reason.
         answer = f"(TEXT {spell(thinking[0])})? (TEXT {spell(thinking[1])})? {answer}"
     return "\n".join([f"start: {answer}", *lines, _TEXT])
+
+
+def _bare_answer(grammar: CallGrammar, calls: _Calls, spell: Speller, thinking: tuple[str, str] | None) -> list[str]:
+    """Return the rules of an answer that is either a section of calls, of which the beginning may be left out, or text
+    that does not begin like one and may end with one.
+    """
+    marks = [_pattern(mark) for mark in (grammar.begin, *(thinking or ())) if not spell.has_token(mark)]
+    # One expression for all that is excluded, since the library limits the size of combined ones.
+    excluded = rf"{grammar.bare}(.|\n)*" + (rf"|(.|\n)*({'|'.join(marks)})(.|\n)*" if marks else "")
+    # The longest match counts. If text could begin with white space, it would include that before a call.
+    text = rf"/(\S(.|\n)*)?/ & ~/{excluded}/"
+    return [
+        f"answer: {calls.bare} SPACE | FREE | free {calls.section} SPACE",
+        *_until("free", grammar.begin, spell, "FREE"),
+        f"FREE: {text}",
+    ]
+
+
+def _after_thinking(answer: str, spell: Speller, thinking: tuple[str, str] | None, *, is_thinking: bool) -> list[str]:
+    """Return the rules for the rule `answer`, after any reasoning."""
+    if thinking is None:
+        return [f"start: {answer}", _TEXT, _SPACE]
+    opening, closing = thinking
+    start = f"thinking SPACE {answer}" if is_thinking else f"({spell(opening)} thinking SPACE)? {answer}"
+    return [f"start: {start}", *_until("thinking", closing, spell), _TEXT, _SPACE]
 
 
 def calls_or_json(
@@ -117,21 +159,23 @@ def calls_or_json(
         is_thinking: Whether the prompt has opened the reasoning.
     """
     spell = Speller(tokens)
-    call, calls = _calls(grammar, tools, strict, spell, max_calls)
+    calls = _calls(grammar, tools, strict, spell, max_calls)
     sections = "section GAP" if max_calls == 1 else "section (GAP section)* GAP"
-    lines = [f"answer: {sections} | {json_term(schema)}", call, f"section: {spell(grammar.begin)} {calls}", _GAP]
-    if thinking is None:
-        return "\n".join(["start: answer", *lines, _TEXT])
-    opening, closing = thinking
-    start = "thinking SPACE answer" if is_thinking else f"({spell(opening)} thinking SPACE)? answer"
-    return "\n".join([f"start: {start}", *lines, _thinking(closing, spell), _TEXT, _SPACE])
+    section = f"section: {spell(grammar.begin)} {calls.section}"
+    lines = [f"answer: {sections} | {json_term(schema)}", *calls.rules, section, _GAP]
+    return "\n".join([*lines, *_after_thinking("answer", spell, thinking, is_thinking=is_thinking)])
 
 
 def channels_guide(
-    tools: Mapping[str, Schema], strict: Iterable[str], schema: Schema | None, tokens: Mapping[str, int]
+    tools: Mapping[str, Schema],
+    strict: Iterable[str],
+    schema: Schema | None,
+    tokens: Mapping[str, int],
+    *,
+    requires_call: bool = False,
 ) -> str:
     """Return a Lark grammar for the messages of gpt-oss, which writes reasoning, calls and the answer in channels: any
-    reasoning, then either a call or the answer. A call ends the output.
+    reasoning, then either a call or the answer; only a call with `requires_call`. A call ends the output.
 
     Args:
         tools: JSON schema of each tool's parameters, by name; may be empty.
@@ -143,14 +187,16 @@ def channels_guide(
     channel, message, constrain = "<|channel|>", "<|message|>", spell("<|constrain|>")
     kinds = ["reasoning"] if schema is not None else ["reasoning", "preamble"]
     answer = "TEXT" if schema is None else json_term(schema)
+    ends = ["call"] if requires_call else ["answer", "call"] if tools else ["answer"]
     lines = [
-        f"start: ({' | '.join(kinds)})* (answer{' | call' if tools else ''})",
+        f"start: ({' | '.join(kinds)})* ({' | '.join(ends)})",
         f"reasoning: {spell(f'{channel}analysis{message}')} body",
-        _until("body", "<|end|><|start|>assistant", spell),
-        f"answer: {spell(f'{channel}final')} format? {spell(message)} {answer}",
+        *_until("body", "<|end|><|start|>assistant", spell),
         f'format: " "? {constrain} "json" | " json"',
         _TEXT,
     ]
+    if not requires_call:
+        lines.append(f"answer: {spell(f'{channel}final')} format? {spell(message)} {answer}")
     if schema is None:
         lines.append(f"preamble: {spell(f'{channel}commentary{message}')} body")
     calls = []
@@ -184,34 +230,55 @@ def required_calls(
     lines = [f"array: {_literal('[')} call{more} {_literal(']')}", f"call: {' | '.join(calls)}"]
     if not closing:
         return "\n".join(["start: array", *lines])
-    return "\n".join(["start: thinking SPACE array", *lines, _thinking(closing, Speller(tokens)), _TEXT, _SPACE])
+    thinking = _until("thinking", closing, Speller(tokens))
+    return "\n".join(["start: thinking SPACE array", *lines, *thinking, _TEXT, _SPACE])
 
 
 def after_thinking(schema: Schema, closing: str, tokens: Mapping[str, int]) -> str:
     """Return a Lark grammar for the rest of the reasoning, followed by JSON that matches a schema."""
-    thinking = _thinking(closing, Speller(tokens))
-    return "\n".join([f"start: thinking SPACE {json_term(schema)}", thinking, _TEXT, _SPACE])
+    thinking = _until("thinking", closing, Speller(tokens))
+    return "\n".join([f"start: thinking SPACE {json_term(schema)}", *thinking, _TEXT, _SPACE])
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """The grammar of a section of calls.
+
+    Attributes:
+        rules: The rules that the terms need.
+        section: Terms of a section after its beginning.
+        bare: Terms of a section that begins with `bare_begin`.
+    """
+
+    rules: list[str]
+    section: str
+    bare: str
 
 
 def _calls(
     grammar: CallGrammar, tools: Mapping[str, Schema], strict: Iterable[str], spell: Speller, max_calls: int | None
-) -> tuple[str, str]:
-    """Return the rule `call`, and the terms of a section of calls after its beginning."""
+) -> _Calls:
     strict = frozenset(strict)
     tagged = None if grammar.tagged is None else _Tagged(grammar.tagged, spell)
-    calls = []
+    notation = dict(grammar.notation)
+    if "quote" in notation:
+        notation["quote"] = spell.token(str(notation["quote"])) or notation["quote"]
+    first, calls = list[str](), list[str]()
     for name, schema in tools.items():
-        # Split before inserting the name, which may itself contain NUMBER.
-        parts = [spell(part.replace("NAME", name)) for part in grammar.opening.split("NUMBER")]
-        opening = " /[0-9]+/ ".join(parts)
         accepted = schema if name in strict else {}
-        parameters = json_term({"type": "object", **accepted}) if tagged is None else tagged.arguments(accepted)
-        calls.append(f"{opening} {parameters} {spell(grammar.closing)}".strip())
-    section = "call"
-    if grammar.separator is not None and max_calls != 1:
-        section = f"call ({spell(grammar.separator)} call)*"
+        arguments = {"type": "object", **accepted}
+        parameters = json_term(arguments, notation) if tagged is None else tagged.arguments(accepted)
+        for options, begin in ((calls, ""), (first, grammar.bare_begin)):
+            # Split before inserting the name, which may itself contain NUMBER.
+            parts = [spell(part.replace("NAME", name)) for part in (begin + grammar.opening).split("NUMBER")]
+            options.append(f"{' /[0-9]+/ '.join(parts)} {parameters} {spell(grammar.closing)}".strip())
     rules = [f"call: {' | '.join(calls)}", *(tagged.rules if tagged is not None else ())]
-    return "\n".join(rules), f"{section} {spell(grammar.end)}".strip()
+    if grammar.bare is not None:
+        rules.append(f"first: {' | '.join(first)}")
+    more = "" if grammar.separator is None or max_calls == 1 else f" ({spell(grammar.separator)} call)*"
+    tail = f"({spell(grammar.tail)})?" if grammar.tail else ""
+    end = f"{more} {spell(grammar.end)}"
+    return _Calls(rules, f"call{end} {tail}".rstrip(), f"first{end}")
 
 
 class _Tagged:
@@ -223,13 +290,16 @@ class _Tagged:
 
     def __init__(self, style: TaggedArguments, spell: Speller) -> None:
         self._style, self._spell = style, spell
-        self._closing = spell(style.closing)
-        before, after = (spell(part) for part in style.opening.split("KEY"))
-        tags = "|".join(re.escape(tag).replace("/", "\\/") for tag in style.excluded)
+        # Text matches no token, so that tags with one need not be excluded.
+        tags = "|".join(_pattern(tag) for tag in style.excluded if not spell.has_token(tag))
+        without = rf" & ~/(.|\n)*({tags})(.|\n)*/" if tags else ""
+        openings = [style.opening.replace("IS_STRING", kind) for kind in ("true", "false")]
+        parts = ([spell(part) for part in opening.split("KEY")] for opening in dict.fromkeys(openings))
+        names = [rf'{before} /[^<>"\n]+/ {after}' for before, after in parts]
         self.rules = (
-            _until("string", style.closing, spell, "STRING"),
-            rf"STRING: /(.|\n)*/ & ~/(.|\n)*({tags})(.|\n)*/",
-            f"argument: {before} /[^<>\\n]+/ {after} string",
+            *_until("string", style.closing, spell, "STRING"),
+            rf"STRING: /(.|\n)*/{without}",
+            f"argument: ({' | '.join(names)}) string",
         )
 
     def arguments(self, schema: Schema) -> str:
@@ -249,27 +319,46 @@ class _Tagged:
         )
 
     def _argument(self, name: str, schema: object, root: Schema) -> str:
-        values = self._values(schema, root)
-        value = "string" if values is None else f"({' | '.join(values)}) {self._closing}"
-        return f"{self._spell(self._style.opening.replace('KEY', name))} {value}"
+        texts, values = self._values(schema, root)
+        if "IS_STRING" not in self._style.opening:
+            # Text includes all other values.
+            texts, values = (None, []) if texts is None else ([*texts, *values], [])
+        options = []
+        if texts is None:
+            options.append(f"{self._opening(name, 'true')} string")
+        for kind, terms in (("true", texts), ("false", values)):
+            if terms:
+                options.append(f"{self._opening(name, kind)} ({' | '.join(terms)}) {self._closing}")
+        return " | ".join(options)
 
-    def _values(self, schema: object, root: Schema) -> list[str] | None:
-        """Return the alternatives for a value; None if it may be any text."""
-        terms = []
+    @property
+    def _closing(self) -> str:
+        return self._spell(self._style.closing)
+
+    def _opening(self, name: str, is_string: str) -> str:
+        return self._spell(self._style.opening.replace("IS_STRING", is_string).replace("KEY", name))
+
+    def _values(self, schema: object, root: Schema) -> tuple[list[str] | None, list[str]]:
+        """Return the alternatives for a value that is a text, or None if it may be any text; and those for others."""
+        texts: list[str] | None = []
+        values: list[str] = []
         for option in alternatives(schema, root):
             if not isinstance(option, Mapping):
-                return None
+                return None, [json_term({"type": [*_NO_TEXT]})]
             listed = [option["const"]] if "const" in option else option.get("enum")
-            kinds = option.get("type")
+            kinds = option.get("type", [*_NO_TEXT, "string"])
             kinds = kinds if isinstance(kinds, list) else [kinds]
             if isinstance(listed, list) and listed:
-                texts = [item if isinstance(item, str) else json.dumps(item) for item in listed]
-                terms += [self._spell(text) or '""' for text in texts]
-            elif "string" in kinds or None in kinds:
-                return None
-            else:
-                terms.append(json_term(_with_root(option, root)))
-        return terms or None
+                if texts is not None:
+                    texts += [self._spell(item) or '""' for item in listed if isinstance(item, str)]
+                values += [self._spell(json.dumps(item)) for item in listed if not isinstance(item, str)]
+                continue
+            if "string" in kinds:
+                texts = None
+            others = [kind for kind in kinds if kind != "string"]
+            if others:
+                values.append(json_term(_with_root({**option, "type": others}, root)))
+        return texts, values
 
 
 def _with_root(schema: Schema, root: Schema) -> Schema:
@@ -302,20 +391,28 @@ def _has_references(schema: Schema) -> bool:
     return '"$ref"' in json.dumps(schema)
 
 
-def _thinking(closing: str, spell: Speller) -> str:
-    """Return the rule `thinking`, for reasoning up to and including its closing marker."""
-    return _until("thinking", closing, spell)
+def _until(rule: str, closing: str, spell: Speller, text: str = "TEXT") -> list[str]:
+    """Return the rules for text, matched by the terminal `text`, up to and including `closing`."""
+    if not spell.has_token(closing):
+        return [f"{rule}[lazy]: {text} {spell(closing)}"]
+    before, rest = spell.split(closing)
+    if not before:
+        return [f"{rule}: {text} {spell(rest)}"]
+    # Text ends where the token comes, so it must end with what precedes the token in the marker.
+    name = f"{rule.upper()}HEAD"
+    return [f"{rule}: {name} {spell(rest)}", rf"{name}: {text} & /(.|\n)*{_pattern(before)}/"]
 
 
-def _until(rule: str, closing: str, spell: Speller, text: str = "TEXT") -> str:
-    """Return a rule for text, matched by the terminal `text`, up to and including `closing`."""
-    return f"{rule}{'' if spell.first_token(closing) else '[lazy]'}: {text} {spell(closing)}"
+def _pattern(text: str) -> str:
+    """Return the expression of a text."""
+    return re.escape(text).replace("/", "\\/").replace("\n", "n")
 
 
-def json_term(schema: Schema) -> str:
-    """Return the Lark term of JSON that matches a schema."""
+def json_term(schema: Schema, notation: Mapping[str, object] = MappingProxyType({})) -> str:
+    """Return the Lark term of values that match a schema, as JSON or in a notation."""
     own = schema.get("x-guidance", {})
-    return "%json " + json.dumps({**schema, "x-guidance": {**_STYLE, **own} if isinstance(own, dict) else own})
+    style = {**_STYLE, **notation, **own} if isinstance(own, dict) else own
+    return "%json " + json.dumps({**schema, "x-guidance": style})
 
 
 class Speller:
@@ -332,10 +429,19 @@ class Speller:
         found = self._split.match(text)
         return found[0] if found else ""
 
-    def first_token(self, text: str) -> int | None:
-        """Return the id of the special token that `text` begins with."""
-        found = self._split.match(text)
-        return self._tokens.get(found[0]) if found else None
+    def token(self, text: str) -> int | None:
+        """Return the id of the special token that `text` is."""
+        return self._tokens.get(text)
+
+    def has_token(self, text: str) -> bool:
+        """Return whether a special token is in `text`."""
+        return self._split.search(text) is not None
+
+    def split(self, text: str) -> tuple[str, str]:
+        """Return the part before the first special token, and the rest."""
+        found = self._split.search(text)
+        start = found.start() if found else len(text)
+        return text[:start], text[start:]
 
     def __call__(self, text: str) -> str:
         """Return the terms for `text`; empty if `text` is empty."""

@@ -35,6 +35,7 @@ def invocations(prefix: str, begin: str, end: str) -> Script:
 
 
 MINIMAX_BEGIN, MINIMAX_END = "<minimax:tool_call>", "</minimax:tool_call>"
-DSML_BEGIN, DSML_END = "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"
+DSML = "｜DSML｜"
+DSML_BEGIN, DSML_END = f"<{DSML}function_calls>", f"</{DSML}function_calls>"
 minimax = invocations("", MINIMAX_BEGIN, MINIMAX_END)
-deepseek_v32 = invocations("｜DSML｜", DSML_BEGIN, DSML_END)
+deepseek_v32 = invocations(DSML, DSML_BEGIN, DSML_END)

@@ -14,7 +14,7 @@ from router.parsers.machine import Machine, Steps
 
 TAG = "<|python_tag|>"
 _SPACE, _WORD = re.compile(r"\s*"), re.compile(r"\w*")
-_KEYS = ("name", "type", "function", "id", "arguments", "parameters")
+KEYS = ("name", "type", "function", "id", "arguments", "parameters")
 _BETWEEN = (";", ",", TAG)
 
 
@@ -62,7 +62,7 @@ def _start(machine: Machine) -> Steps[str]:
         if not (yield from machine.accept(mark)):
             return raw
         raw += mark + (yield from machine.take_run(_SPACE if mark == "{" else _WORD))
-    if raw.rpartition('"')[2] not in _KEYS:
+    if raw.rpartition('"')[2] not in KEYS:
         return raw
     machine.unread(raw)
     return ""

@@ -56,11 +56,13 @@ from router.pipeline.cells import Cell, Cells
 from router.pipeline.deadlines import until
 from router.pipeline.detokenizer_pool import Attachment, DetokenizerPool
 from router.pipeline.generation_defaults import GenerationDefaults, generation_defaults
-from router.pipeline.grammar_check import GrammarChecker, GuideParts
+from router.pipeline.grammar_check import GrammarChecker
 from router.pipeline.idempotency import naming_key
 from router.pipeline.images import images_of
 from router.pipeline.keep_alives import KeepAlives
+from router.pipeline.kept_requests import KeptRequests
 from router.pipeline.metrics import RouterMetrics
+from router.pipeline.output_checks import Constraints, Divide, Inspection, OutputValidator, divide_native
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.quotas import Admission, Quotas
 from router.pipeline.request_checks import (
@@ -252,6 +254,8 @@ class Runner:
         is_auto = config.generation_config == "auto"
         self._defaults = generation_defaults(model) if is_auto else GenerationDefaults()
         self._grammars = GrammarChecker(model)
+        self._validator = OutputValidator()
+        self._kept = KeptRequests(cells)
         self._aborting: set[asyncio.Task[None]] = set()
         self._wakeups = Wakeups()
         self.readers = Readers()
@@ -265,7 +269,7 @@ class Runner:
         is_named: bool,
         is_keyed: bool,
         prepare: Prepare | None,
-        guide_parts: GuideParts | None,
+        constraints: Constraints | None,
     ) -> Generation:
         """Start a request; `request` is normalized in place, to the form sent to the scheduler.
 
@@ -276,7 +280,7 @@ class Runner:
             is_named: Whether the client chose the request's id, so that a cell may already have the request.
             is_keyed: Whether the request's id was derived from an idempotency key.
             prepare: Completes the request.
-            guide_parts: Returns the parts of the request's guide, by field.
+            constraints: What the API demands of the output.
 
         Raises:
             MidstreamError: The request is rejected.
@@ -300,7 +304,7 @@ class Runner:
             check_supported(request, cell.features)
         check_tensors(request, self.model, self._config.max_tensor_bytes)
         if request.HasField("guided_decoding"):
-            await self._grammars.check(request.guided_decoding, guide_parts)
+            await self._grammars.check(request.guided_decoding, constraints)
         self.readers.enter(request.request_id)
         try:
             cell = await self.submit(cell, request, deadline, is_keyed=is_keyed)
@@ -342,9 +346,56 @@ class Runner:
         )
         return Generation(self, stream, deadline)
 
+    def inspection(self, request: pb.GenerateRequest, constraints: Constraints | None) -> Inspection | None:
+        """Return the validation of a new request's output; None if its grammar enforces everything."""
+        divide = divide_native(request, partial(self._prompt_text, request))
+        if constraints is not None:
+            divide = constraints.divide
+        return None if divide is None else Inspection(self._validator, _known(divide), None)
+
+    def inspection_of_rest(
+        self, request_id: str, constraints: Constraints | None, *, is_whole: bool
+    ) -> Inspection | None:
+        """Return the validation of the output of a stream that resumes a request, which is looked up unless its
+        `constraints` are given; None if its grammar enforces everything.
+
+        Args:
+            is_whole: Whether the stream begins with the first token.
+        """
+        find: Callable[[], Awaitable[Divide | None]] = partial(self._divide_of, request_id)
+        if constraints is not None:
+            if constraints.divide is None:
+                return None
+            find = _known(constraints.divide)
+        read = None if is_whole and constraints is not None else partial(self._whole_text, request_id)
+        return Inspection(self._validator, find, read)
+
+    async def _divide_of(self, request_id: str) -> Divide | None:
+        request = (await self._kept.get(request_id)).request
+        return divide_native(request, partial(self._prompt_text, request))
+
+    async def _whole_text(self, request_id: str, index: int) -> str:
+        """Return the text of a sequence that has ended."""
+        generation = self.resume(request_id, 0, (), None)
+        text = ""
+        try:
+            while True:
+                for chunk in await generation.take():
+                    if chunk.sequence_index == index:
+                        text += chunk.text
+                        if chunk.is_sequence_final:
+                            return text
+        finally:
+            generation.close(abort=False)
+
+    def _prompt_text(self, request: pb.GenerateRequest) -> str:
+        skips = not request.output.HasField("skip_special_tokens") or request.output.skip_special_tokens
+        return self.prompts.tokenizer.decode(request.token_ids.values[:], skip_special_tokens=skips)
+
     def close(self) -> None:
-        """Stop the grammar checker."""
+        """Stop the processes that check grammars and outputs."""
         self._grammars.close()
+        self._validator.close()
 
     async def submit(self, cell: Cell, request: pb.GenerateRequest, deadline: float | None, *, is_keyed: bool) -> Cell:
         """Submit the request to its cell, or to another one if that cell is gone; return the cell that accepted it."""
@@ -452,9 +503,10 @@ class Output:
         arrival: float | None = None,
         span: RequestSpan | None = None,
         operation: str = "",
+        inspection: Inspection | None = None,
     ) -> None:
         """`release` is called on exit; `admission` is charged for the tokens that are read; `operation` is what was
-        requested, empty if the output of another call is resumed.
+        requested, empty if the output of another call is resumed; `inspection` validates the output.
         """
         self.request_id = request_id
         self.is_final = False
@@ -471,6 +523,7 @@ class Output:
         self._span = span
         self._operation = operation
         self._admission = admission
+        self._inspection = inspection
 
     async def take(self) -> list[Chunk]:
         """Return the next output, at least one chunk; the final one comes last.
@@ -483,6 +536,8 @@ class Output:
         for chunk in chunks:
             self._observe(chunk, now)
             self._admission.charge_output(self.request_id, chunk)
+            if self._inspection is not None:
+                await self._inspection.note(chunk)
         if chunks[-1].is_final:
             self.is_final, self._end = True, chunks[-1]
         return chunks
@@ -599,7 +654,7 @@ class FrontDoor:
         timeout_s: float | None,
         key: str = "",
         prepare: Prepare | None = None,
-        guide_parts: GuideParts | None = None,
+        constraints: Constraints | None = None,
         *,
         operation: str = "",
     ) -> Output:
@@ -610,7 +665,7 @@ class FrontDoor:
             timeout_s: Time left until the call's deadline.
             key: The idempotency key from which the request's id was derived; empty if there is none.
             prepare: Completes the request; called once the client's quotas and limits admit it, within its deadline.
-            guide_parts: Returns the parts of the request's guide, by field, so that errors name the invalid part.
+            constraints: What the API demands of the output, beyond the request's guide.
             operation: OpenTelemetry's name of the operation; by default, `chat` or `text_completion`.
 
         Raises:
@@ -647,7 +702,7 @@ class FrontDoor:
                         is_named=is_named,
                         is_keyed=bool(key),
                         prepare=prepare,
-                        guide_parts=guide_parts,
+                        constraints=constraints,
                     )
         except BaseException as error:
             release()
@@ -660,7 +715,16 @@ class FrontDoor:
             span.note("submitted")
         admission.charge_prompt(request_id, len(request.token_ids.values))
         return Output(
-            request_id, generation, self._metrics, self.draining, release, admission, arrival, span, operation
+            request_id,
+            generation,
+            self._metrics,
+            self.draining,
+            release,
+            admission,
+            arrival,
+            span,
+            operation,
+            self.runner.inspection(request, constraints),
         )
 
     @contextlib.contextmanager
@@ -715,9 +779,14 @@ class FrontDoor:
             raise
 
     def resume(
-        self, request_id: str, from_token: int, from_token_by_sequence: Sequence[int], timeout_s: float | None
+        self,
+        request_id: str,
+        from_token: int,
+        from_token_by_sequence: Sequence[int],
+        timeout_s: float | None,
+        constraints: Constraints | None = None,
     ) -> Output:
-        """Resume a request's output.
+        """Resume a request's output; without `constraints`, those of the native request are looked up.
 
         Raises:
             InvalidArgumentError: The request id is empty or invalid.
@@ -728,7 +797,18 @@ class FrontDoor:
         caller = current_caller.get()
         release, admission = self._limits.take(caller.name), self._quotas.resume(caller, generation.request_id)
         span = self._traces.resume(request_id) if self._traces is not None else None
-        return Output(request_id, generation, self._metrics, self.draining, release, admission, span=span)
+        is_whole = not from_token and not any(from_token_by_sequence)
+        inspection = self.runner.inspection_of_rest(request_id, constraints, is_whole=is_whole)
+        return Output(
+            request_id,
+            generation,
+            self._metrics,
+            self.draining,
+            release,
+            admission,
+            span=span,
+            inspection=inspection,
+        )
 
     async def abort(self, request_id: str) -> bool:
         """Abort a request of the caller; return whether it was running."""
@@ -738,6 +818,13 @@ class FrontDoor:
     def abort_soon(self, request_id: str) -> None:
         """Abort a request of the caller in the background."""
         self.runner.abort_soon(current_caller.get().scope(request_id))
+
+
+def _known(divide: Divide) -> Callable[[], Awaitable[Divide | None]]:
+    async def find() -> Divide | None:
+        return divide
+
+    return find
 
 
 def _new_id() -> str:

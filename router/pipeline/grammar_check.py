@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
 
 from midstream.errors import InvalidArgumentError, OverloadedError, UnsupportedError
 from midstream.grammar.messages import Guide
@@ -15,13 +14,12 @@ from midstream.grammar.process import LIMIT_S, GrammarProcess, TokenizerError, g
 from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
 from router.pipeline.fair_threads import FairThreads
+from router.pipeline.output_checks import Constraints
 
 MAX_CHECKED = 1024
 # Maximum number of waiting guides, in total and per client.
 MAX_WAITING, MAX_WAITING_PER_CLIENT = 256, 64
 _FIELD = "guided_decoding.guide"
-# Returns the parts of a guide, by field.
-GuideParts = Callable[[], Mapping[str, pb.GuidedDecodingConfig]]
 
 
 class GrammarChecker:
@@ -45,12 +43,12 @@ class GrammarChecker:
         self._thread.close()
         self._drop()
 
-    async def check(self, config: pb.GuidedDecodingConfig, parts: GuideParts | None = None) -> None:
+    async def check(self, config: pb.GuidedDecodingConfig, constraints: Constraints | None = None) -> None:
         """Check that the guide compiles.
 
         Args:
-            parts: Returns the parts of this guide, by field; if one of them does not compile, the error names its
-                field.
+            config: The guide; parts that do not compile are left out of it if they may be.
+            constraints: Where the guide comes from; if a part of it does not compile, the error names its field.
 
         Raises:
             InvalidArgumentError: The guide does not compile within the limits.
@@ -60,11 +58,16 @@ class GrammarChecker:
         problem = await self._problem(config)
         if not problem:
             return
-        for field, part in parts().items() if parts is not None else ():
-            problem_of_part = await self._problem(part)
-            if problem_of_part:
-                raise InvalidArgumentError(problem_of_part, field=field)
-        raise InvalidArgumentError(problem, field=_FIELD)
+        parts = constraints.guide_parts() if constraints is not None else {}
+        problems = {field: found for field, part in parts.items() if (found := await self._problem(part))}
+        if constraints is not None and problems and constraints.leave_out(problems.keys()):
+            problems = {}
+            problem = await self._problem(config)
+        if problems:
+            field, problem = next(iter(problems.items()))
+            raise InvalidArgumentError(problem, field=field)
+        if problem:
+            raise InvalidArgumentError(problem, field=_FIELD)
 
     async def _problem(self, config: pb.GuidedDecodingConfig) -> str:
         """Return the error in a guide; empty if it is valid."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from midstream.rpc.serving import Server
 from protos import kserve_pb2_grpc, openengine_pb2_grpc, service_pb2_grpc
 from router.pipeline.generation import FrontDoor
@@ -14,10 +16,14 @@ SERVICE = "midstream.v1.Midstream"
 ADAPTED_SERVICES = ("inference.GRPCInferenceService", "openengine.v1.Inference", "openengine.v1.Control")
 
 
-def add_servicers(server: Server, front: FrontDoor, status: StatusFeed, router_id: str) -> None:
-    """Add the public gRPC services to a router's server: the native one, KServe's and openengine's."""
+def add_servicers(
+    server: Server, front: FrontDoor, status: StatusFeed, router_id: str, tokens: Mapping[str, int]
+) -> None:
+    """Add the public gRPC services to a router's server: the native one, KServe's and openengine's. `tokens` are the
+    markers of the model's format that are a single token, with the token's id.
+    """
     native = RouterServicer(front, status, router_id)
     service_pb2_grpc.add_MidstreamServicer_to_server(native, server.grpc)
     kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(KserveServicer(front), server.grpc)
-    openengine_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(front), server.grpc)
+    openengine_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(front, tokens), server.grpc)
     openengine_pb2_grpc.add_ControlServicer_to_server(ControlServicer(front, native), server.grpc)

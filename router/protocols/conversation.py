@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -21,7 +21,7 @@ from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from router.parsers import llama
-from router.parsers.events import CallBegin, Event
+from router.parsers.events import CallArguments, CallBegin, Event, TextDelta
 from router.parsers.formats import ModelFormat, ToolFormat, format_of
 from router.parsers.guides import (
     CallGrammar,
@@ -35,6 +35,7 @@ from router.parsers.guides import (
 from router.parsers.guides import after_thinking as json_after_thinking
 from router.parsers.machine import Machine, Offer, Schema, Script, Steps, arguments_text, parse_json
 from router.parsers.reasoning import after_thinking, plain
+from router.pipeline.output_checks import Divide, Part, is_lenient
 from router.pipeline.prompt import PromptBuilder, PromptOptions, text_of
 from router.pipeline.request_checks import fit_to_context
 
@@ -202,10 +203,17 @@ class Conversation:
     options: PromptOptions = field(default_factory=PromptOptions)
     _is_guided: bool = False
     _asks_for_json: bool = False
+    # The schema of the answer, if it is enforced only as far as possible.
+    _lenient_schema: str = ""
+    # Tools whose schemas do not compile, so that they do not restrict their calls.
+    _free: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self._is_guided = self.request.HasField("guided_decoding")
         self._asks_for_json = self._is_guided and self.request.guided_decoding.guide_type in _JSON_GUIDES
+        guide = self.request.guided_decoding
+        if guide.guide_type == pb.GUIDE_TYPE_JSON_SCHEMA and is_lenient(guide.guide):
+            self._lenient_schema = guide.guide
         if self._may_call_instead:
             self._check_joinable()
         if self.tools.definitions:
@@ -300,7 +308,9 @@ class Conversation:
             )
             return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=text)
         if tools.choice == "required":
-            calls = [_call_schema(*tool, f"#/items/anyOf/{i}") for i, tool in enumerate(tools.schemas.items())]
+            calls = [
+                _call_schema(name, self._accepted(name), f"#/items/anyOf/{i}") for i, name in enumerate(tools.schemas)
+            ]
             array: Schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
             if not tools.is_parallel:
                 array = {**array, "maxItems": 1}
@@ -315,6 +325,7 @@ class Conversation:
             self.model.tokens,
             max_calls=self._max_calls,
             thinking=self._thinking_marks,
+            is_thinking=self.is_thinking,
         )
         return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=text)
 
@@ -332,26 +343,85 @@ class Conversation:
             if name in names
         }
 
+    def leave_out(self, fields: Collection[str]) -> bool:
+        """Change the guide so that it accepts any arguments for tools whose schemas do not compile, unless they are
+        strict, or there are no others that may be called.
+        """
+        tools = self.tools
+        odd = frozenset(name for name in tools.schemas if tool_field(name) in fields)
+        if tools.choice != "required" or odd & tools.strict or odd == tools.schemas.keys():
+            return False
+        self._free = odd
+        self.add_guide()
+        return True
+
+    @property
+    def divide(self) -> Divide | None:
+        """Returns the parts of a text that must be validated: the answer, if its schema is lenient, and the arguments
+        of calls that no grammar restricts completely. None if there are none.
+        """
+        exact = self._exact_tools
+        return self._parts if self._lenient_schema or not self.tools.schemas.keys() <= exact else None
+
+    @property
+    def _exact_tools(self) -> frozenset[str]:
+        """Tools whose arguments a grammar restricts completely."""
+        if self.tools.choice != "auto":
+            return self.tools.strict
+        grammar = self.model.call_grammar
+        is_exact = self.model.constrains_calls and (grammar is None or grammar.is_exact)
+        return self.tools.strict if is_exact else frozenset()
+
+    def _parts(self, text: str) -> list[Part]:
+        answer, calls = text, list[tuple[str, str]]()
+        if self.reads_text:
+            events = SequenceReader(self, "", 0).read(text, is_final=True)
+            answer = "".join(event.text for event in events if isinstance(event, TextDelta))
+            for event in events:
+                if isinstance(event, CallBegin):
+                    calls.append((event.name, ""))
+                elif isinstance(event, CallArguments):
+                    calls[-1] = calls[-1][0], calls[-1][1] + event.text
+        exact = self._exact_tools
+        parts = [
+            Part(f"call {number} ({name})", json.dumps(self.tools.schemas[name]), arguments)
+            for number, (name, arguments) in enumerate(calls)
+            if name not in exact
+        ]
+        if self._lenient_schema and (answer or not calls):
+            parts.append(Part("", self._lenient_schema, answer))
+        return parts
+
+    def _accepted(self, name: str) -> Schema:
+        """Return the schema of a tool's arguments, as far as the guide of a required call applies it."""
+        return {"type": "object"} if name in self._free else self.tools.schemas[name]
+
     def _parameters(self, name: str) -> Schema:
         """Return the schema of the arguments of a required call."""
-        schema: Schema = {"type": "object", **self.tools.schemas[name]}
+        schema: Schema = {"type": "object", **self._accepted(name)}
         return schema if name in self.tools.strict else lenient(schema)
 
     @property
     def _has_channels_guide(self) -> bool:
-        """Whether the grammar covers the channels of the output: those of gpt-oss, if JSON or `strict` tools are asked
-        for. If the output continues a message, or starts with a required call, it has no channels.
+        """Whether the grammar covers the channels of the output: those of gpt-oss, if JSON, `strict` tools or a call
+        are asked for. If the output continues a message, it has no channels.
         """
         if not self.model.format.has_channels or self.options.continues_last:
             return False
         if self._is_guided:
             return self._asks_for_json
-        return bool(self.tools.strict) and self.tools.choice == "auto"
+        return bool(self.tools.strict) or (self.tools.choice != "auto" and bool(self.tools.schemas))
 
     def _channels_guide(self) -> pb.GuidedDecodingConfig | None:
         """Return the grammar for reasoning in channels followed by a call or the answer; None if the schema of the
         requested format is invalid.
         """
+        choice, tokens = self.tools.choice, self.model.tokens
+        if choice != "auto" and self.tools.schemas:
+            names = [self.tools.named] if choice == "named" else list(self.tools.schemas)
+            required = {name: self._parameters(name) for name in names}
+            text = channels_guide(required, names, None, tokens, requires_call=True)
+            return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=text)
         schema = self._own_schema() if self._is_guided else None
         if self._is_guided and schema is None:
             return None

@@ -57,6 +57,12 @@ def tokenizer() -> llguidance.LLTokenizer:
     return load_tokenizer(folder.path / "tokenizer.json", folder.vocab_size, list(folder.end_ids))
 
 
+TAGS = """root ::= TagDispatch(("<t>", a), ("<u>", b), excludes=("bad"))
+a ::= "x</t>"
+b ::= [a-z]{1,2}
+"""
+
+
 @pytest.fixture(scope="module")
 def matches(tokenizer: llguidance.LLTokenizer) -> Matches:
     def check(grammar: str, text: str) -> bool:
@@ -90,6 +96,16 @@ def matches(tokenizer: llguidance.LLTokenizer) -> Matches:
         ('root ::= word word root?\nword ::= [a-z]+ "."?', "ab"),
         ('root ::= "if" " y" root? | word " x" root?\nword ::= [a-z]+', "if x"),
         ('root ::= "(" root ")" | [dab]{0,2} rest\nrest ::= root | [adc] "bbc"', "dbbc"),
+        # XGrammar's dialect.
+        ('root ::= "a"\n  b.c\n\nb.c ::= "d"', "ad"),
+        ('root ::= b. c\nb ::= "b"\nc ::= "c"', "b.c"),  # here, the dot is any character
+        ('root ::= a "c"\na ::= "x" (= "b" | [a-z]+)\n', "xc"),
+        (r'root ::= "\a\v\e\0"', "\a\v\x1b\0"),
+        (TAGS, "hello<t>x</t> and <u>abc<t>x</t>"),
+        (TAGS, "hello<t, <"),
+        (TAGS, "a<u>b"),
+        (TAGS.replace(")\n", ", loop_after_dispatch=false)\n", 1), "a<u>b"),
+        ("root ::= TagDispatch()", "abc"),
         # Recursion.
         ('root ::= root "a" | "b"', "baaa"),
         (JSON, '{"a": [1,-2.5e1, true, null,"x\\u00e9 \\" é"], "b":{}}'),
@@ -97,6 +113,21 @@ def matches(tokenizer: llguidance.LLTokenizer) -> Matches:
 )
 def test_a_text_of_the_language_matches(matches: Matches, grammar: str, text: str) -> None:
     assert matches(grammar, text)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (TAGS, "<t>"),
+        (TAGS, "x<t>y"),
+        (TAGS, "a bad"),
+        (TAGS, "<u>"),
+        (TAGS.replace(")\n", ", loop_after_dispatch=false)\n", 1), "a<t>x</t>b"),
+        ('root ::= "a"\n  b.c\n\nb.c ::= "d"', "a"),
+    ],
+)
+def test_other_text_does_not_match(matches: Matches, grammar: str, text: str) -> None:
+    assert not matches(grammar, text)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +145,9 @@ def test_a_text_of_the_language_matches(matches: Matches, grammar: str, text: st
         ('root ::= ("a"', "line 1, column 14: expected ')'"),
         ('root = "a"', "line 1, column 6: expected '::='"),
         ('root ::= "a" !', "line 1, column 14: expected a literal, a character class, a group or the name of a rule"),
+        ('root ::= "a" TagDispatch(("b", a))\na ::= "c"', "TagDispatch must be all of the rule 'root'"),
+        ('root ::= TagDispatch(("<", a), ("<a", a))\na ::= "c"', "the tag '<a' begins with the tag '<'"),
+        ('root ::= TagDispatch(stop="a")', "TagDispatch has the unknown argument 'stop'"),
         ("root ::= " + "(" * 3000, "is nested too deeply"),
     ],
 )

@@ -125,7 +125,7 @@ CASES: list[tuple[object, list[str], list[str]]] = [
             "properties": {
                 "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True, "maxItems": 2},
                 "id": {"type": "string", "pattern": "^a"},
-                "any": {"oneOf": [{"type": "integer"}, {"type": "number"}], "not": {"pattern": "x"}},
+                "any": {"oneOf": [{"type": "integer"}, {"multipleOf": 0.5}], "not": {"uniqueItems": True}},
             },
             "required": ["tags", "id"],
         },
@@ -133,7 +133,12 @@ CASES: list[tuple[object, list[str], list[str]]] = [
         ['{"tags": [1], "id": "a"}', '{"tags": ["a", "b", "c"]}', '{"tags": [], "id": "b"}', '{"tags": []}'],
     ),
     (
-        {**LENIENT, "anyOf": [{"type": "integer"}, {"enum": ["a"]}], "if": {"pattern": "b"}, "then": {"const": "b"}},
+        {
+            **LENIENT,
+            "anyOf": [{"type": "integer"}, {"enum": ["a"]}],
+            "if": {"uniqueItems": False},
+            "then": {"const": "b"},
+        },
         ["1", '"a"'],
         ['"b"', "1.5"],
     ),
@@ -188,6 +193,83 @@ CASES: list[tuple[object, list[str], list[str]]] = [
         },
         ['{"k": 1, "x": null}', '{"k": 2, "y": null}'],
         ['{"k": 1, "y": null}', '{"k": 2}'],
+    ),
+    (
+        {"type": "number", "not": {"enum": [0, 1.5, -20]}},
+        ["1", "1.51", "-2", "20"],
+        ["0", "-0.0", "1.50", "-20.0", "15e-1"],
+    ),
+    ({"allOf": [{"enum": [1, 2]}, {"enum": [2, 3]}]}, ["2"], ["1", "3"]),
+    ({"enum": [1, 2], "const": 1}, ["1"], ["2"]),
+    # Values that match exactly one option.
+    ({"oneOf": [{"minLength": 2}, {"type": "integer"}]}, ["1.5", '"ab"', "null"], ["1", '"a"']),
+    ({"not": {"type": "integer"}}, ["1.5", '"a"', "[1]"], ["1", "1.0", "2e1"]),
+    ({"not": {"pattern": "^a"}}, ['"b"'], ['"a"', "1", "null"]),
+    ({"oneOf": [{"minimum": 1}, {"maximum": 5}]}, ["0.5", "-3", "5.1", "6"], ["1", "5", "3.5", "null"]),
+    ({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 2}]}, ["1", "2.5"], ["2", "3", "1.5"]),
+    ({"oneOf": [{"type": "string"}, {"pattern": "^[a-f]+$", "type": "string"}]}, ['"abx"'], ['"abc"']),
+    ({"oneOf": [{"type": "array", "maxItems": 0}, {"type": "array", "minItems": 1}]}, ["[]", "[1]"], []),
+    ({"oneOf": [{"maxLength": 0}, {"minLength": 1}]}, ['""', '"a"'], ["1", "[]"]),
+    (
+        {"type": "object", "properties": {"a": {}, "b": {}}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        ['{"a": 1}', '{"b": 1}'],
+        ['{"a": 1, "b": 2}', "{}"],
+    ),
+    ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, ['{"a": 1}'], ['{"a": 1, "b": 2}', "{}", "[]", "1"]),
+    (
+        {
+            "allOf": [
+                {"properties": {"a": {}, "b": {}}},
+                {
+                    "oneOf": [
+                        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+                        {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]},
+                    ]
+                },
+            ]
+        },
+        ['{"a": 1}', '{"b": 1}'],
+        ['{"a": 1, "b": 2}', "{}"],
+    ),
+    (
+        {
+            "type": "object",
+            "oneOf": [
+                {"properties": {"kind": {"enum": ["a"]}, "n": {"type": "integer"}}, "required": ["kind"]},
+                {"properties": {"kind": {"enum": ["b"]}, "n": {"type": "string"}}},
+            ],
+        },
+        ['{"kind": "a", "n": 1}', '{"kind": "b", "n": "x"}'],
+        ['{"kind": "a", "n": "x"}', '{"kind": "b", "n": 1}'],
+    ),
+    (
+        {
+            "type": "object",
+            "oneOf": [
+                {"properties": {"from": {"type": "array", "maxItems": 1}}, "required": ["from"]},
+                {"properties": {"from": {"type": "array", "minItems": 2}, "by": {}}, "required": ["from", "by"]},
+            ],
+        },
+        ['{"from": [1]}', '{"from": [1, 2], "by": 3}'],
+        ['{"from": [1, 2]}', '{"from": [1], "by": 3}'],
+    ),
+    (
+        {
+            "oneOf": [
+                {"type": "object", "properties": {name: {"type": "null"}}, "additionalProperties": False}
+                for name in ("a", "b")
+            ]
+        },
+        ['{"a": null}', '{"b": null}'],
+        ["{}", '{"a": null, "b": null}'],
+    ),
+    (
+        {
+            "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+            "$defs": {"a": {"type": "string", "minLength": 2}, "b": {"type": "string", "maxLength": 3}},
+        },
+        ['"a"', '"abcd"'],
+        ['"ab"', '"abc"'],
     ),
     (
         {
@@ -283,11 +365,11 @@ REFUSED = [
     ({"type": "string", "pattern": r"(a)\1"}, "a reference to a group"),
     ({"type": "string", "pattern": "(a"}, "unmatched ("),
     ({"type": "string", "pattern": "a$b"}, "$ in the middle"),
-    ({"oneOf": [{"minimum": 1}, {"maximum": 5}]}, "oneOf: options 1 and 2 may match the same value"),
+    ({"oneOf": [{"multipleOf": 2}, {"maximum": 5}]}, "oneOf: options 1 and 2 may match the same value"),
     ({"contains": {"const": 1}}, "contains cannot be enforced"),
     ({"type": "array", "uniqueItems": True}, "uniqueItems cannot be enforced, unless"),
     ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "uniqueItems"),
-    ({"not": {"pattern": "a"}}, "not with pattern"),
+    ({"not": {"items": {"const": 1}}}, "not with items"),
     ({"$ref": "http://example.com/x"}, "is not in this document"),
     ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "leads back to itself"),
     ({"type": "strin"}, "Invalid type: strin"),
@@ -308,6 +390,15 @@ def test_what_cannot_be_enforced_is_refused_by_name(compile_schema: Compile, sch
     with pytest.raises(GuideError) as raised:
         compile_schema(schema)
     assert reason in str(raised.value)
+
+
+def test_white_space_is_none_but_that_of_json(compile_schema: Compile, tokenizer: GuideTokenizer) -> None:
+    style = {"whitespace_pattern": r"\s?x?"}
+    matcher = compile_schema({"type": "object", "properties": {"a": {"type": "array"}}, "x-guidance": style})
+    for text in ('{"a":[1,2]}', '{ "a" : [ 1 , 2 ] }', '{\n"a":[]\t}'):
+        assert accepts(tokenizer, matcher, text)
+    for text in ('{x"a":[]}', '{\u00a0"a":[]}', '{  "a":[]}'):
+        assert not accepts(tokenizer, matcher, text)
 
 
 def test_the_style_can_be_set(compile_schema: Compile, tokenizer: GuideTokenizer) -> None:

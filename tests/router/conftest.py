@@ -211,9 +211,9 @@ class Cluster:
             on_routers=quotas.learn,
             on_detached=quotas.learn_detached,
         )
-        add_servicers(server, front, status, router_id)
-        bodies = BodyReader(BodyBudget(4 << 20))
         chat = chat or ChatModel.of(self.folder, self.prompts.tokenizer)
+        add_servicers(server, front, status, router_id, chat.tokens)
+        bodies = BodyReader(BodyBudget(4 << 20))
         kept = KeptRequests(cells)
         pages = OpenAiApi(front, metrics, list, bodies, chat, kept).app()
         pages.router.routes.extend(MessagesApi(front, bodies, chat).routes())

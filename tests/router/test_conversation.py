@@ -121,9 +121,46 @@ def test_an_answer_that_resembles_a_call_is_an_answer() -> None:
     assert read(conversation(model("mistral")), f"[TOOL_CALLS][{answer}]") == ("", "", [("weather", {})])
 
 
+def test_beside_a_format_calls_without_their_beginning_are_the_answer() -> None:
+    call = '{"name": "weather", "parameters": {"city": "Oslo"}}'
+    assert read(conversation(model("llama3_json")), call) == (call, "", [])
+    assert read(conversation(model("llama3_json")), f"<|python_tag|>{call}") == ("", "", [OSLO])
+    assert read(conversation(model("pythonic")), '<|python_start|>[weather(city="Oslo")]<|python_end|>') == (
+        "",
+        "",
+        [OSLO],
+    )
+
+
+@pytest.mark.parametrize(("choice", "names"), [("required", ["weather", "time"]), ("named", ["time"])])
+def test_a_required_call_of_gpt_oss_may_follow_reasoning(
+    choice: Literal["required", "named"], names: list[str]
+) -> None:
+    tokenizer = GuideTokenizer(llguidance.LLTokenizer("byte"), {})
+    strict = frozenset({"time"})
+    time: dict[str, object] = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    schemas = {"weather": WEATHER, "time": time}
+    tools = Tools(schemas, choice=choice, named="time", strict=strict)
+    found = conversation(model("openai", "openai"), tools, None)
+    matcher = compile_guide(Guide("ebnf", found.request.guided_decoding.guide), tokenizer)
+    analysis = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    answer = f"{analysis}<|channel|>final<|message|>Yes."
+    to_time = f'{analysis}<|channel|>commentary to=functions.time <|constrain|>json<|message|>{{"a": 1}}'
+    to_weather = to_time.replace("time", "weather").replace('"a": 1', '"city": "Oslo"')
+    texts = [(to_time, True), (to_time.replace("1", "2"), False), (to_weather, "weather" in names), (answer, False)]
+    for text, is_accepted in texts:
+        trial = matcher.deep_copy()
+        ids = tokenizer.library.tokenize_str(text)
+        assert (trial.validate_tokens(ids) == len(ids) and trial.consume_tokens(ids) and trial.is_accepting()) == (
+            is_accepted
+        )
+    assert read(found, to_time) == ("", "Hm.", [("time", {"a": 1})])
+    assert {field.rpartition(".")[2] for field in found.guide_parts()} == set(names)
+
+
 def test_tools_that_cannot_be_combined_with_a_format_are_refused() -> None:
     regex = pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide="a+")
-    for chat, guide in ((model("llama3_json"), GUIDE), (model("none"), GUIDE), (model(), regex)):
+    for chat, guide in ((model("none"), GUIDE), (model(), regex)):
         with pytest.raises(InvalidArgumentError, match="set tool_choice to none") as raised:
             conversation(chat, guide=guide)
         assert raised.value.field == "tools"
@@ -267,16 +304,15 @@ Read = Callable[[dict[str, object], ChatModel], Sequence[str]]
     ],
 )
 def test_strict_without_a_grammar_is_listed_as_ignored(read_body: Read, field: str, required: object) -> None:
-    assert read_body({}, model("llama3_json")) == [field]
     assert read_body({}, model("none")) == [field]
-    assert read_body({}, model("llama3_json", template="{{ messages }}")) == ["tools"]
-    assert read_body({}, model("hermes")) == []
-    assert read_body({"tool_choice": required}, model("llama3_json")) == []
+    assert read_body({}, model("none", template="{{ messages }}")) == ["tools"]
+    assert read_body({}, model("llama3_json")) == []
+    assert read_body({"tool_choice": required}, model("none")) == []
 
 
 def test_custom_tools_do_not_ask_for_strict() -> None:
     fields: dict[str, object] = {"tools": [{"type": "custom", "name": "patch"}]}
-    assert response_ignored(fields, model("llama3_json")) == []
+    assert response_ignored(fields, model("none")) == []
 
 
 @pytest.mark.parametrize(
@@ -303,7 +339,7 @@ def test_every_api_refuses_what_cannot_be_combined(read_body: Read, fields: dict
     body = {**fields, "tools": [tool]}
     read_body(body, model("hermes"))
     with pytest.raises(InvalidArgumentError) as raised:
-        read_body(body, model("llama3_json"))
+        read_body(body, model("none"))
     assert raised.value.field == "tools"
 
 

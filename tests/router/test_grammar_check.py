@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -148,15 +148,40 @@ async def problem_of(checker: GrammarChecker, config: pb.GuidedDecodingConfig) -
     return ""
 
 
+class Parts:
+    """The parts of a guide; those in `optional` may be left out of `whole`, which then becomes `rest`."""
+
+    divide = None
+
+    def __init__(self, whole: pb.GuidedDecodingConfig, optional: str = "", **parts: pb.GuidedDecodingConfig) -> None:
+        self._whole, self._optional, self._parts = whole, optional, parts
+
+    def guide_parts(self) -> dict[str, pb.GuidedDecodingConfig]:
+        return self._parts
+
+    def leave_out(self, fields: Collection[str]) -> bool:
+        if set(fields) != {self._optional}:
+            return False
+        self._whole.CopyFrom(guide("REGEX", "a|c"))
+        return True
+
+
 async def test_the_part_of_a_guide_that_does_not_compile_is_named(checker: GrammarChecker) -> None:
     whole, good, bad = guide("REGEX", "(a|(b)"), guide("REGEX", "a"), guide("REGEX", "(b")
     with pytest.raises(InvalidArgumentError) as raised:
-        await checker.check(whole, lambda: {"one": good, "two": bad})
+        await checker.check(whole, Parts(whole, one=good, two=bad))
     assert raised.value.field == "two"
     with pytest.raises(InvalidArgumentError) as raised:
-        await checker.check(whole, lambda: {"one": good})
+        await checker.check(whole, Parts(whole, one=good))
     assert raised.value.field == "guided_decoding.guide"
-    await checker.check(good, lambda: {"two": bad})
+    await checker.check(good, Parts(good, two=bad))
+
+
+async def test_a_part_that_does_not_compile_is_left_out_if_it_may_be(checker: GrammarChecker) -> None:
+    whole, good, bad = guide("REGEX", "(a|(b)"), guide("REGEX", "a"), guide("REGEX", "(b")
+    parts = Parts(whole, "two", one=good, two=bad)
+    await checker.check(whole, parts)
+    assert whole.guide == "a|c"
 
 
 async def test_unique_guides_keep_the_cache_bounded(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:

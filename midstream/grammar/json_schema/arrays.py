@@ -8,9 +8,9 @@ from midstream.grammar.json_schema.choices import alternatives
 from midstream.grammar.json_schema.conjunction import Conjunction, conjunction, least, list_of, size_of
 from midstream.grammar.json_schema.demands import demands
 from midstream.grammar.json_schema.errors import UnenforceableError
-from midstream.grammar.json_schema.grammar import Many, Name, Sequence, Terminal, text
+from midstream.grammar.json_schema.grammar import Many, Name, Sequence
 from midstream.grammar.json_schema.maker import Maker
-from midstream.grammar.json_schema.spelling import spelled
+from midstream.grammar.json_schema.spelling import spelled, spelled_parts
 
 # Arrays of unique values are written with a rule for each set of values that were used.
 _MAX_UNIQUE = 8
@@ -129,8 +129,8 @@ def _unique(maker: Maker, fixed: list[list[object]], others: list[object], low: 
     return after(frozenset())
 
 
-def _values(maker: Maker, schemas: list[object]) -> list[Terminal] | None:
-    """Return the terminals of all values that match; None if there may be any number."""
+def _values(maker: Maker, schemas: list[object]) -> list[Name] | None:
+    """Return the rules of all values that match; None if there may be any number."""
     whole = conjunction(maker.document, schemas)
     if whole is None:
         return []
@@ -147,4 +147,5 @@ def _values(maker: Maker, schemas: list[object]) -> list[Terminal] | None:
             found += [None] * ("null" in needed.types) + [True, False] * ("boolean" in needed.types)
         else:
             return None
-    return [text(item) for item in dict.fromkeys(spelled(value, maker.style) for value in found)]
+    distinct = {spelled(value, maker.style): value for value in found}
+    return [maker.add([spelled_parts(value, maker.style)]) for value in distinct.values()]

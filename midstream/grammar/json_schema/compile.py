@@ -8,7 +8,7 @@ import llguidance
 
 from midstream.grammar.json_schema.document import Document
 from midstream.grammar.json_schema.errors import SchemaError
-from midstream.grammar.json_schema.grammar import Terminal, Writer, without_dead_ends
+from midstream.grammar.json_schema.grammar import NOTHING, Terminal, Writer, without_dead_ends
 from midstream.grammar.json_schema.rules import RuleMaker
 from midstream.grammar.json_schema.style import Style
 
@@ -29,14 +29,11 @@ def schema_rules(text: str, prefix: str, tokenizer: llguidance.LLTokenizer) -> t
     document.is_lenient = style.is_lenient
     maker = RuleMaker(document, style)
     root = maker.make(document.root)
-    known: dict[str, bool] = {}
 
     def is_empty(terminal: Terminal) -> bool:
         if not _MAY_BE_EMPTY.search(terminal.lark):
-            return False
-        if terminal.lark not in known:
-            known[terminal.lark] = _matches_nothing(terminal, tokenizer)
-        return known[terminal.lark]
+            return terminal == NOTHING
+        return _matches_nothing(terminal, tokenizer)
 
     rules = without_dead_ends(maker.rules, root, is_empty)
     if not rules:

@@ -10,7 +10,7 @@ from typing import Any
 from midstream.grammar.json_schema.conjunction import Conjunction, equal, least, list_of, number_of, size_of
 from midstream.grammar.json_schema.document import Document, Schema
 from midstream.grammar.json_schema.errors import SchemaError
-from midstream.grammar.json_schema.negation import EXCLUDED
+from midstream.grammar.json_schema.negation import EXCLUDED, EXCLUDED_PATTERNS, FRACTIONAL
 from midstream.grammar.json_schema.numbers import Range
 
 # Keywords of schemas whose listed values need no other test than that of their type.
@@ -28,7 +28,8 @@ class Demands:
         values: The values of `enum` or `const`; None if any value may match.
         numbers: The range of numbers.
         multiples: The values of `multipleOf`.
-        excluded: Values that are excluded.
+        excluded: Values that are excluded; `excluded_patterns`: the patterns of strings that are.
+        is_fractional: Whether numbers are no integers.
     """
 
     types: set[str]
@@ -40,6 +41,8 @@ class Demands:
     patterns: list[str] = field(default_factory=list)
     formats: list[str] = field(default_factory=list)
     excluded: list[Any] = field(default_factory=list)
+    excluded_patterns: list[str] = field(default_factory=list)
+    is_fractional: bool = False
 
 
 def demands(document: Document, whole: Conjunction) -> Demands:
@@ -50,6 +53,8 @@ def demands(document: Document, whole: Conjunction) -> Demands:
         if found.values is None and ("const" in schema or "enum" in schema):
             found.values = [schema["const"]] if "const" in schema else list_of(schema, "enum")
         found.excluded += schema.get(EXCLUDED, [])
+        found.excluded_patterns += schema.get(EXCLUDED_PATTERNS, [])
+        found.is_fractional = found.is_fractional or FRACTIONAL in schema
         _add_bounds(found, schema)
         found.min_length = max(found.min_length, size_of(schema, "minLength") or 0)
         found.max_length = least(found.max_length, size_of(schema, "maxLength"))
@@ -59,7 +64,12 @@ def demands(document: Document, whole: Conjunction) -> Demands:
                     raise SchemaError(f"{keyword} must be a text")
                 values.append(schema[keyword])
     if found.values is not None:
-        is_simple = not found.excluded and all(schema.keys() <= _SIMPLE for schema in whole.schemas)
+        is_free = not (found.excluded or found.excluded_patterns or found.is_fractional)
+        is_listed_once = sum(("enum" in schema) + ("const" in schema) for schema in whole.schemas) == 1
+        is_simple = is_free and is_listed_once and all(schema.keys() <= _SIMPLE for schema in whole.schemas)
+        if is_simple and all(type(value) is str for value in found.values):
+            found.values = found.values if "string" in found.types else []
+            return found
         is_allowed = partial(_has_type, found.types) if is_simple else partial(_is_allowed, document, whole, found)
         found.values = [value for value in found.values if is_allowed(value)]
     return found
@@ -67,6 +77,8 @@ def demands(document: Document, whole: Conjunction) -> Demands:
 
 def _has_type(types: set[str], value: object) -> bool:
     """Return whether a value has one of the types."""
+    if type(value) is str:
+        return "string" in types
     if isinstance(value, int | Decimal) and not isinstance(value, bool):
         return "number" in types or ("integer" in types and value == int(value))
     return next(name for kind, name in _KINDS if isinstance(value, kind)) in types
@@ -112,13 +124,18 @@ def _is_allowed(document: Document, whole: Conjunction, found: Demands, value: o
     """Return whether a listed value matches all schemas."""
     if any(equal(value, excluded) for excluded in found.excluded):
         return False
+    if found.is_fractional and isinstance(value, int | Decimal) and value == int(value):
+        return False
+    patterns = ({"pattern": pattern} for pattern in found.excluded_patterns)
+    if isinstance(value, str) and any(document.is_valid(value, schema) for schema in patterns):
+        return False
     return all(document.is_valid(value, _without(schema, whole)) for schema in whole.schemas)
 
 
 def _without(schema: Schema, whole: Conjunction) -> Schema:
     """Return a schema without the choices that were made, whose options are schemas of the conjunction themselves."""
     settled = {name.partition(" ")[0] for number, name in whole.settled if number == id(schema)}
-    dropped = {"$ref", "$dynamicRef", "$recursiveRef", "allOf", EXCLUDED} | settled
+    dropped = {"$ref", "$dynamicRef", "$recursiveRef", "allOf", EXCLUDED, EXCLUDED_PATTERNS, FRACTIONAL} | settled
     return {name: value for name, value in schema.items() if name not in dropped}
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from functools import cached_property
 from typing import Any, TypeVar
 
 from jsonschema import Draft202012Validator
-from jsonschema.validators import validator_for
+from jsonschema.exceptions import ValidationError
+from jsonschema.validators import extend, validator_for
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012, specification_with
@@ -109,6 +110,15 @@ class Document:
     def is_valid(self, value: object, schema: Schema) -> bool:
         """Return whether a value matches a schema of this document."""
         return bool(self._validator(schema, _resolver=self._base(schema)).is_valid(value))
+
+    def check(self) -> None:
+        """Raise jsonschema's SchemaError if the document is not a valid schema of its draft."""
+        self._validator.check_schema(self.root)
+
+    def errors(self, value: object, keywords: Mapping[str, Any]) -> Iterator[ValidationError]:
+        """Yield why a value does not match the document, where `keywords` replaces the validator's own functions."""
+        validator = extend(self._validator, keywords)(self.root, _resolver=self._resolver)
+        yield from validator.iter_errors(value)
 
     def _base(self, schema: Schema) -> Any:
         found = self._resolvers.get(id(schema))

@@ -38,6 +38,10 @@ Sequence = tuple[Symbol, ...]
 Rules = dict[str, list[Sequence]]
 
 
+# A terminal that no text matches; it is removed with all that contains it.
+NOTHING = Terminal("")
+
+
 def text(value: str) -> Terminal:
     """Return the terminal of one text."""
     # The library does not accept the control character DEL in a literal.
@@ -56,13 +60,16 @@ def without_dead_ends(rules: Rules, root: str, is_empty: Callable[[Terminal], bo
         is_empty: Returns whether no text matches a terminal.
     """
     finite: set[str] = set()
+    empty: dict[str, bool] = {}
 
     def completes(item: Symbol) -> bool:
         if isinstance(item, Name):
             return item.name in finite
         if isinstance(item, Many):
             return not item.least or all(map(completes, item.items))
-        return not is_empty(item)
+        if item.lark not in empty:
+            empty[item.lark] = is_empty(item)
+        return not empty[item.lark]
 
     # Each rule is looked at again whenever one that it uses turns out to be finite.
     users: dict[str, set[str]] = {}
@@ -112,25 +119,36 @@ class Writer:
         self._rules = rules
         self._prefix = prefix
         self._terminals: dict[str, str] = {}
-        self._short = {name: f"{prefix}{number}" for number, name in enumerate(rules)}
+        self._short: dict[str, str] = {}
+        self._waiting: list[str] = []
 
     def lines(self, root: str) -> tuple[str, list[str]]:
         """Return the name of the root's rule, and the lines of all rules and terminals."""
-        lines = [
-            f"{self._short[name]}: {' | '.join(self._sequence(sequence) for sequence in dict.fromkeys(sequences))}"
-            for name, sequences in self._rules.items()
-        ]
+        first, lines = self._name(root), []
+        while self._waiting:
+            name = self._waiting.pop()
+            options = dict.fromkeys(self._sequence(sequence) for sequence in self._rules[name])
+            lines.append(f"{self._short[name]}: {' | '.join(options)}")
         lines += [f"{name}: {lark}" for lark, name in self._terminals.items()]
-        return self._short[root], lines
+        return first, lines
+
+    def _name(self, rule: str) -> str:
+        """Return the name of a rule, which is written later."""
+        if rule not in self._short:
+            self._short[rule] = f"{self._prefix}{len(self._short)}"
+            self._waiting.append(rule)
+        return self._short[rule]
 
     def _sequence(self, items: Sequence) -> str:
         return " ".join(map(self._symbol, items)) or '""'
 
     def _symbol(self, item: Symbol) -> str:
         if isinstance(item, Name):
-            return self._short[self._shortcut(item.name)]
+            item = self._shortcut(item)
+        if isinstance(item, Name):
+            return self._name(item.name)
         if isinstance(item, Terminal):
-            if item.lark.startswith(('"', "%json")):
+            if item.lark.startswith(('"', "%json", "<[")):
                 return item.lark
             return self._terminals.setdefault(item.lark, f"{self._prefix.upper()}T{len(self._terminals)}")
         if item.most == 0:
@@ -142,11 +160,14 @@ class Writer:
             suffix = "?" if (item.least, item.most) == (0, 1) else f"{{{item.least},{item.most}}}"
         return inner + suffix
 
-    def _shortcut(self, name: str) -> str:
-        """Return the rule at the end of a chain of rules that only stand for another one."""
+    def _shortcut(self, rule: Name) -> Name | Terminal:
+        """Return what is at the end of a chain of rules that only stand for another one, or for a terminal."""
         for _ in range(len(self._rules)):
-            sequences = self._rules[name]
-            if len(sequences) != 1 or len(sequences[0]) != 1 or not isinstance(sequences[0][0], Name):
-                return name
-            name = sequences[0][0].name
-        return name
+            sequences = self._rules[rule.name]
+            if len(sequences) != 1 or len(sequences[0]) != 1 or isinstance(sequences[0][0], Many):
+                return rule
+            item = sequences[0][0]
+            if isinstance(item, Terminal):
+                return item
+            rule = item
+        return rule

@@ -8,7 +8,11 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 # Exponents are short, so that every number is finite in double precision.
 NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?"
 INTEGER = r"-?(0|[1-9][0-9]*)"
+# Numbers that are no integers, as they are written without exponents.
+FRACTION = rf"{INTEGER}\.[0-9]*[1-9][0-9]*"
 _FRACTION = r"(\.[0-9]+)?"
+# Numbers without exponents.
+PLAIN = INTEGER + _FRACTION
 # Larger exponents would make the expressions too long.
 _MAX_DIGITS = 400
 _EXACT = Context(prec=2 * _MAX_DIGITS)
@@ -143,6 +147,13 @@ def _digits(number: Decimal) -> tuple[str, str]:
     """Return the digits before and after the point, without trailing zeros."""
     whole, _, fraction = f"{number:f}".partition(".")
     return whole, fraction.rstrip("0")
+
+
+def spellings(number: Decimal | int) -> str:
+    """Return the expression of the spellings of a number, without exponents."""
+    whole, fraction = _digits(abs(Decimal(number)))
+    sign = "-?" if number == 0 else "-" if number < 0 else ""
+    return sign + whole + (rf"\.{fraction}0*" if fraction else r"(\.0+)?")
 
 
 def _natural(low: int, high: int | None) -> str:

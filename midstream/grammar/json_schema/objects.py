@@ -16,8 +16,8 @@ from midstream.grammar.json_schema.errors import SchemaError, UnenforceableError
 from midstream.grammar.json_schema.grammar import Many, Name, Sequence, Terminal
 from midstream.grammar.json_schema.maker import Maker
 from midstream.grammar.json_schema.negation import RESTRICTING
-from midstream.grammar.json_schema.spelling import spelled
 from midstream.grammar.json_schema.strings import string_conditions
+from midstream.grammar.json_schema.style import Style
 
 _MAX_PATTERNS = 5
 _MAX_STATES = 20_000
@@ -27,7 +27,7 @@ _MAX_STATES = 20_000
 class _Property:
     """A property that is named by the schema."""
 
-    key: Terminal
+    key: Sequence
     value: Name
     is_required: bool
 
@@ -36,13 +36,13 @@ class _Property:
 class _Others:
     """Properties that are not named, by the conditions that their names meet."""
 
-    conditions: str
+    key: Terminal
     value: Name
 
 
-def object_rules(maker: Maker, whole: Conjunction) -> list[Sequence]:
+def object_rules(maker: Maker, whole: Conjunction, style: Style) -> list[Sequence]:
     """Return the sequences of the objects that match a conjunction without choices."""
-    members = _Members(maker, whole)
+    members = _Members(maker, whole, style)
     required = list(dict.fromkeys(name for schema in whole.schemas for name in _names(schema, "required")))
     low, high = 0, None
     for schema in whole.schemas:
@@ -52,12 +52,10 @@ def object_rules(maker: Maker, whole: Conjunction) -> list[Sequence]:
     allowed = members.names()
     if allowed is not None:
         names += [name for name in allowed if name not in names]
-    properties = [
-        _Property(maker.style.key(spelled(name, maker.style)), members.value(name), name in required) for name in names
-    ]
+    properties = [_Property(style.key(name), members.value(name), name in required) for name in names]
     others = members.others(names) if allowed is None else []
     chain = _Chain(maker, properties, others, low, high)
-    return [(maker.style.mark("{"), chain.start(), maker.style.mark("}"))]
+    return [style.around(chain.start())]
 
 
 def _names(schema: Mapping[str, Any], keyword: str) -> list[str]:
@@ -76,8 +74,9 @@ class _Members:
         listed: The names in `properties`.
     """
 
-    def __init__(self, maker: Maker, whole: Conjunction) -> None:
+    def __init__(self, maker: Maker, whole: Conjunction, style: Style) -> None:
         self._maker = maker
+        self._style = style
         self._whole = whole
         self.listed = list(dict.fromkeys(name for schema in whole.schemas for name in map_of(schema, "properties")))
         self._patterns = {
@@ -137,7 +136,9 @@ class _Members:
                 excluded=[*names, *(value for value in (limits.excluded if limits else ()) if isinstance(value, str))],
                 excluded_patterns=[pattern for pattern in self._patterns if pattern not in matching],
             )
-            found.append(_Others(conditions, self._maker.name_of(schemas)))
+            is_restricted = limits is not None or bool(self._patterns)
+            key = self._style.keys(conditions, names, are_restricted=is_restricted)
+            found.append(_Others(key, self._maker.name_of(schemas)))
         return found
 
     def _schemas(self, name: str | None, matching: set[str]) -> list[object]:
@@ -207,28 +208,45 @@ class _Chain:
         self._top = max(low, 1) if high is None else max(high, 1)
         if len(properties) * self._top > _MAX_STATES:
             raise UnenforceableError("minProperties or maxProperties with so many properties cannot be enforced")
-        self._known: dict[tuple[int, int], Name] = {}
+        # By the property with which they begin, and the number of members before it.
+        self._known: dict[tuple[int, int], Sequence] = {}
 
-    def start(self) -> Name:
-        """Return the rule of all members."""
+    def start(self) -> Sequence:
+        """Return the terms of all members."""
         # From the last property on, so that no deep recursion is needed.
-        for index in reversed(range(len(self._properties) + 1)):
-            for count in range(min(index, self._top) + 1):
-                self._known[index, count] = (
-                    self._rest(count) if index == len(self._properties) else self._from(index, count)
-                )
+        counts = self._counts()
+        for index in reversed(range(len(counts))):
+            for count in counts[index]:
+                if index == len(self._properties):
+                    self._known[index, count] = (self._rest(count),)
+                    continue
+                options = self._options(index, count)
+                # Most properties are required; then nothing else leads to what follows.
+                is_alone = len(options) == 1 and len(counts[index]) == 1
+                self._known[index, count] = options[0] if is_alone else (self._maker.add(options),)
         return self._known[0, 0]
 
-    def _from(self, index: int, count: int) -> Name:
+    def _counts(self) -> list[list[int]]:
+        """Return, for each property and the end, the numbers of members that may precede it."""
+        found = [[0]]
+        for property_ in self._properties:
+            following = {min(count + 1, self._top) for count in found[-1] if self._may_have_more(count)}
+            found.append(sorted(following if property_.is_required else following.union(found[-1])))
+        return found
+
+    def _may_have_more(self, count: int) -> bool:
+        return self._high is None or count < self._high
+
+    def _options(self, index: int, count: int) -> list[Sequence]:
         property_ = self._properties[index]
         options: list[Sequence] = []
-        if self._high is None or count < self._high:
-            member: Sequence = (property_.key, property_.value)
+        if self._may_have_more(count):
+            member: Sequence = (*property_.key, property_.value)
             before: Sequence = (self._maker.style.between,) if count else ()
-            options.append((*before, *member, self._known[index + 1, min(count + 1, self._top)]))
+            options.append((*before, *member, *self._known[index + 1, min(count + 1, self._top)]))
         if not property_.is_required:
-            options.append((self._known[index + 1, count],))
-        return self._maker.add(options)
+            options.append(self._known[index + 1, count])
+        return options
 
     def _rest(self, count: int) -> Name:
         """Return the rule of the members that are not named, after `count` members."""
@@ -236,7 +254,7 @@ class _Chain:
         least_left = max(self._low - count, 0)
         if most is not None and least_left > most:
             return self._maker.add([])
-        members: list[Sequence] = [(self._maker.style.keys(item.conditions), item.value) for item in self._others]
+        members: list[Sequence] = [(item.key, item.value) for item in self._others]
         following = self._maker.add([(self._maker.style.between, *member) for member in members])
         if count or most == 0:
             return self._maker.add([(Many((following,), least_left, most),)] if most != 0 else [()])

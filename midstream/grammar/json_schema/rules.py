@@ -19,9 +19,9 @@ from midstream.grammar.json_schema.document import Document
 from midstream.grammar.json_schema.errors import SchemaError, UnenforceableError
 from midstream.grammar.json_schema.grammar import MAX_RULES, Name, Rules, Sequence, Terminal, expression, text
 from midstream.grammar.json_schema.negation import EXCLUDED
-from midstream.grammar.json_schema.numbers import decimals, integers
+from midstream.grammar.json_schema.numbers import FRACTION, PLAIN, decimals, integers, spellings
 from midstream.grammar.json_schema.objects import object_rules
-from midstream.grammar.json_schema.spelling import spelled
+from midstream.grammar.json_schema.spelling import spelled, spelled_parts
 from midstream.grammar.json_schema.strings import string_conditions
 from midstream.grammar.json_schema.style import Style
 
@@ -42,6 +42,7 @@ _RELAXED = (
 )
 # Characters that have a meaning in expressions, and those that are easily mistaken.
 _encode = json.JSONEncoder(ensure_ascii=False).encode
+_QUICK = re.compile(r"[A-Za-z0-9_ :,;=]*")  # texts that need no escapes
 _SPECIAL = re.compile(r"[^A-Za-z0-9_ \":,!@%<>=;'~`]")
 
 
@@ -53,7 +54,7 @@ class RuleMaker:
         self.style = style
         self.rules: Rules = {}
         self._names: dict[object, str] = {}
-        self._waiting: deque[tuple[str, Conjunction]] = deque()
+        self._waiting: deque[tuple[str, Conjunction, Style]] = deque()
 
     def make(self, schema: object) -> str:
         """Make the rules of a schema, and of all values in it; return the name of its rule.
@@ -61,73 +62,78 @@ class RuleMaker:
         Raises:
             SchemaError: The schema is invalid, or cannot be enforced.
         """
-        root = self.name_of([schema]).name
+        root = self._name(conjunction(self.document, [schema]), self.style.of_root).name
         while self._waiting:
-            name, whole = self._waiting.popleft()
-            self.rules[name] = self._sequences(whole)
+            name, whole, style = self._waiting.popleft()
+            self.rules[name] = self._sequences(whole, style)
             if len(self.rules) > MAX_RULES:
                 raise SchemaError("is too large")
         return root
 
     def name_of(self, schemas: Items[object]) -> Name:
-        return self._name(conjunction(self.document, schemas))
+        return self._name(conjunction(self.document, schemas), self.style)
 
     def add(self, sequences: list[Sequence]) -> Name:
         name = f"rule {len(self.rules)} {len(self._names)}"
         self.rules[name] = sequences
         return Name(name)
 
-    def _name(self, whole: Conjunction | None) -> Name:
-        key: object = None if whole is None else whole.key
+    def _name(self, whole: Conjunction | None, style: Style) -> Name:
+        key: object = None if whole is None else (whole.key, style.is_call)
         name = self._names.get(key)
         if name is None:
             name = self._names[key] = f"value {len(self._names)}"
             if whole is None:
                 self.rules[name] = []
             else:
-                self._waiting.append((name, whole))
+                self._waiting.append((name, whole, style))
         return Name(name)
 
-    def _sequences(self, whole: Conjunction) -> list[Sequence]:
+    def _sequences(self, whole: Conjunction, style: Style) -> list[Sequence]:
         try:
-            return self._exact_sequences(whole)
+            return self._exact_sequences(whole, style)
         except UnenforceableError:
             if not self.style.is_lenient:
                 raise
         for keywords in (*_RELAXED, [keyword for group in _RELAXED for keyword in group]):
             with contextlib.suppress(UnenforceableError):
-                return self._exact_sequences(without_keywords(self.document, whole, keywords))
+                return self._exact_sequences(without_keywords(self.document, whole, keywords), style)
         raise UnenforceableError("its keywords cannot be enforced")
 
-    def _exact_sequences(self, whole: Conjunction) -> list[Sequence]:
+    def _exact_sequences(self, whole: Conjunction, style: Style) -> list[Sequence]:
         options = alternatives(self.document, whole)
         if options is not None:
-            return [(self._name(option),) for option in options]
+            return [(self._name(option, style),) for option in options]
         found = demands(self.document, whole)
         if found.values is not None:
-            return [(_listed(found.values, self.style),)] if found.values else []
+            if style.is_call or style.has_quotes:
+                return [spelled_parts(value, style) for value in found.values]
+            return [(_listed(found.values, style),)] if found.values else []
         sequences: list[Sequence] = []
         if any(isinstance(value, dict | list) for value in found.excluded) and {"object", "array"} & found.types:
             raise UnenforceableError("not with an object or an array as a value cannot be enforced")
         if "object" in found.types:
-            sequences += object_rules(self, whole)
+            sequences += object_rules(self, whole, style)
         if "array" in found.types:
             sequences += array_rules(self, whole)
-        return [*sequences, *_scalars(found)]
+        return [*sequences, *_scalars(found, style)]
 
 
-def _scalars(found: Demands) -> list[Sequence]:
+def _scalars(found: Demands, style: Style) -> list[Sequence]:
     """Return the terminals of the values that are neither objects nor arrays."""
     words = [None] * ("null" in found.types) + [True, False] * ("boolean" in found.types)
     kept = [word for word in words if not any(word is value for value in found.excluded)]
-    sequences: list[Sequence] = [(text(json.dumps(word)),) for word in kept]
-    if "string" in found.types and (found.max_length is None or found.min_length <= found.max_length):
+    sequences: list[Sequence] = [(text(style.word(word)),) for word in kept]
+    if "string" in found.types and style.has_quotes:
+        sequences.append(style.quoted(None))
+    elif "string" in found.types and (found.max_length is None or found.min_length <= found.max_length):
         conditions = string_conditions(
             min_length=found.min_length,
             max_length=found.max_length,
             patterns=found.patterns,
             formats=found.formats,
             excluded=[value for value in found.excluded if isinstance(value, str)],
+            excluded_patterns=found.excluded_patterns,
         )
         sequences.append((Terminal(conditions),))
     if found.types & {"integer", "number"}:
@@ -139,18 +145,20 @@ def _numbers(found: Demands) -> list[Sequence]:
     """Return the terminals of the numbers in a range, or of its integers."""
     out = [value for value in found.excluded if isinstance(value, int | Decimal) and not isinstance(value, bool)]
     if found.multiples:
-        if out:
+        if out or found.is_fractional:
             raise UnenforceableError("not beside multipleOf cannot be enforced")
         return _multiples(found)
     if "number" in found.types:
-        options = [" & ".join(map(expression, parts)) for parts in decimals(found.numbers)]
-        if out:
-            raise UnenforceableError("not with a number as a value cannot be enforced, unless the type is integer")
-        return [(Terminal(option),) for option in options]
-    spellings = integers(*found.numbers.integers())
+        own = [FRACTION] if found.is_fractional else []
+        but = f" & {expression(PLAIN)} & ~{expression('|'.join(map(spellings, out)))}" if out else ""
+        options = [" & ".join(map(expression, [*parts, *own])) for parts in decimals(found.numbers)]
+        return [(Terminal(option + but),) for option in options]
+    if found.is_fractional:
+        return []
+    options = integers(*found.numbers.integers())
     whole = [str(int(value)) for value in out if value == int(value)]
     but = f" & ~{expression('(' + '|'.join(whole) + ')')}" if whole else ""
-    return [(Terminal(expression(spelling) + but),) for spelling in spellings]
+    return [(Terminal(expression(spelling) + but),) for spelling in options]
 
 
 def _multiples(found: Demands) -> list[Sequence]:
@@ -195,6 +203,9 @@ def _common_multiple(one: Decimal, other: Decimal) -> Decimal:
 
 def _listed(values: Items[Any], style: Style) -> Terminal:
     """Return the terminal of listed values, each in one spelling."""
+    if all(type(value) is str for value in values) and _QUICK.fullmatch("".join(values)):
+        joined = '"|"'.join(dict.fromkeys(values))
+        return Terminal(expression(f'("{joined}")'))
     spellings = dict.fromkeys(spelled(value, style) for value in values)
     return Terminal(expression("(" + "|".join(map(_plain, spellings)) + ")"))
 

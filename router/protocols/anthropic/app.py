@@ -30,6 +30,7 @@ from router.protocols.kind_change import kind_change_of
 from router.protocols.openai import app as openai_app
 from router.protocols.openai.models import Models
 from router.protocols.streaming import CompleteResponse, EventStream, StreamedResponse, dump
+from router.protocols.validation import validation_of
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ class _Reply(StreamedResponse):
         async def prepare() -> None:
             self._num_kept = await self._prepare()
 
-        opened = await self._front.start(self._native, None, self._key, prepare, self._job.conversation.guide_parts)
+        opened = await self._front.start(self._native, None, self._key, prepare, self._job.conversation)
         reader = SequenceReader(self._job.conversation, self._id, 0)
         async with opened as output:
             if not self._job.is_stream:
@@ -176,7 +177,7 @@ class _Reply(StreamedResponse):
         output.raise_unfinished()
         self._writer.end(chunk, self._stop_words, {})
         message = self._writer.message(*self._writer.stop(chunk, self._stop_words), self._usage(chunk))
-        return message | kind_change_of(chunk)
+        return message | kind_change_of(chunk) | validation_of(chunk)
 
     async def _stream(self, output: Output, reader: SequenceReader, events: EventStream) -> None:
         await events.write(_lines(self._writer.begin(self._job.conversation.num_prompt_tokens)))

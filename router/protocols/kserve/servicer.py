@@ -54,6 +54,7 @@ from router.protocols.kserve.tensors import (
     StreamResponses,
     fill_outputs,
     note_kind_change,
+    note_validation,
     parse_inputs,
 )
 
@@ -170,6 +171,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         fill_outputs(response, [t for t in whole_outputs(results) if t.name in wanted])
         changes = [sequence.kind_changed_at for result in results for sequence in result.sequences]
         note_kind_change(response, changes)
+        note_validation(response, [sequence.validation for result in results for sequence in result.sequences])
         return response
 
     async def ModelStreamInfer(
@@ -288,6 +290,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                         is_final = last_is_marked and chunk.is_final and not has_failed
                         response = pieces.make(tensors, is_final=is_final)
                         note_kind_change(response.infer_response, [chunk.kind_changed_at])
+                        note_validation(response.infer_response, [chunk.validation])
                         await stream.write(responses.put, response)
             output.raise_unfinished()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import sys
 from array import array
@@ -11,9 +12,11 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+from midstream.chunk import Validation
 from midstream.errors import InvalidArgumentError
 from protos import kserve_pb2 as pb
 from router.protocols.kind_change import NAME
+from router.protocols.validation import ERRORS, IS_VALID
 
 Value = bool | int | float | bytes
 FINAL = "triton_final_response"  # the parameter that marks a request's last response
@@ -183,6 +186,17 @@ def note_kind_change(response: pb.ModelInferResponse, offsets: Iterable[int | No
     known = [offset for offset in offsets if offset is not None]
     if known:
         response.parameters[NAME].int64_param = min(known)
+
+
+def note_validation(response: pb.ModelInferResponse, results: Iterable[Validation | None]) -> None:
+    """Add whether all sequences match schemas that were not fully enforced, if there are any, as a parameter, and why
+    they do not as another one, as JSON.
+    """
+    known = [(index, result) for index, result in enumerate(results) if result is not None]
+    if known:
+        errors = [f"sequence {index}: {error}" for index, result in known for error in result.errors]
+        response.parameters[IS_VALID].bool_param = not errors
+        response.parameters[ERRORS].string_param = json.dumps(errors)
 
 
 class StreamResponses:

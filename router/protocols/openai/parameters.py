@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
 from router.parsers.guides import lenient
-from router.parsers.machine import Schema
+from router.parsers.machine import Schema, parse_json
 from router.protocols.conversation import EFFORTS, ChatModel
 from router.protocols.openai.body import Body
 from router.protocols.openai.structural_tags import structural_body, structural_grammar
@@ -145,9 +145,28 @@ def _guide(body: Body, tokens: Mapping[str, int]) -> _Guide | None:
             path = structured.path("structural_tag")
             found.append((path, _structural_guide(structural_body(tag, path), tokens)))
         found += _named_guides(structured, "")
+        _set_space(structured, "whitespace_pattern", found)
+    _set_space(body, "guided_whitespace_pattern", found)
     if len(found) > 1:
         raise InvalidArgumentError(f"must not be combined with {found[0][0]}", field=found[1][0])
     return found[0] if found else None
+
+
+def _set_space(body: Body, name: str, guides: list[_Guide]) -> None:
+    """Set the white space within JSON, for which a field has an expression, in the only guide."""
+    pattern = body.text(name)
+    if pattern is None:
+        return
+    try:
+        schema = parse_json(guides[0][1].guide) if len(guides) == 1 else None
+    except ValueError:
+        schema = None
+    if not isinstance(schema, dict) or guides[0][1].guide_type != pb.GUIDE_TYPE_JSON_SCHEMA:
+        raise InvalidArgumentError("needs a JSON schema as the guide", field=body.path(name))
+    own = schema.get("x-guidance", {})
+    if isinstance(own, dict):
+        schema["x-guidance"] = {"whitespace_pattern": pattern, **own}
+    guides[0][1].guide = json.dumps(schema)
 
 
 def _response_format(body: Body, tokens: Mapping[str, int]) -> pb.GuidedDecodingConfig | None:

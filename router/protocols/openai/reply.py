@@ -99,7 +99,7 @@ class Reply(StreamedResponse):
             for name, request, position in zip(names, self._job.requests, self._positions, strict=True):
                 if self._is_resumed:
                     offsets = [] if self._job.reads_text else position.next_offsets
-                    output = self._front.resume(name, 0, offsets, None)
+                    output = self._front.resume(name, 0, offsets, None, self._job.conversation)
                 else:
                     if self._job.options.max_tokens is not None and request.WhichOneof("input") == "token_ids":
                         await self._tokenize(request)  # truncates the token ids before their number is checked
@@ -109,7 +109,7 @@ class Reply(StreamedResponse):
                         None,
                         self._job.key,
                         self._preparation(request),
-                        conversation.guide_parts if conversation is not None else None,
+                        conversation,
                     )
                 outputs.append(await stack.enter_async_context(output))
         except MidstreamError:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
 from protos import openengine_pb2 as oe
 from router.protocols.openai.parameters import choice_guide, json_object_guide
+from router.protocols.openai.structural_tags import structural_body, structural_grammar
 
 _PRIORITY_KEY = "openengine-priority"
 _COPIED = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
-def native_request(request: oe.GenerateRequest, metadata: Iterable[tuple[str, str | bytes]]) -> pb.GenerateRequest:
-    """Return the native request.
+def native_request(
+    request: oe.GenerateRequest, metadata: Iterable[tuple[str, str | bytes]], tokens: Mapping[str, int]
+) -> pb.GenerateRequest:
+    """Return the native request; `tokens` are the markers of the model's format that are a single token.
 
     Raises:
         InvalidArgumentError: A value does not fit its field; the native checks validate ranges.
-        UnsupportedError: The request has media, KV caches of other engines, or an unsupported kind of guide or
-            candidates.
+        UnsupportedError: The request has media, KV caches of other engines, or an unsupported kind of candidates or of
+            structural tag.
     """
     if request.media:
         raise UnsupportedError("only text and tokens are supported", field="media")
@@ -43,7 +46,7 @@ def native_request(request: oe.GenerateRequest, metadata: Iterable[tuple[str, st
     _fill_stopping(request.stopping, native)
     _fill_output(request.response, native)
     if request.HasField("guided"):
-        native.guided_decoding.CopyFrom(_guide(request.guided))
+        native.guided_decoding.CopyFrom(_guide(request.guided, tokens))
     return native
 
 
@@ -91,7 +94,7 @@ def _num_candidates(selection: oe.CandidateTokenSelection, field: str) -> int:
     return selection.top_n
 
 
-def _guide(guided: oe.GuidedDecoding) -> pb.GuidedDecodingConfig:
+def _guide(guided: oe.GuidedDecoding, tokens: Mapping[str, int]) -> pb.GuidedDecodingConfig:
     kind = guided.WhichOneof("guide")
     if kind == "json_schema":
         return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_JSON_SCHEMA, guide=guided.json_schema)
@@ -99,15 +102,17 @@ def _guide(guided: oe.GuidedDecoding) -> pb.GuidedDecodingConfig:
         return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide=guided.regex)
     if kind == "ebnf_grammar":
         return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=guided.ebnf_grammar)
+    if kind == "structural_tag":
+        body = structural_body(guided.structural_tag, "guided.structural_tag")
+        guide = structural_grammar(body, tokens)
+        return pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=guide)
     if kind == "json_object":
         return json_object_guide()
     if kind == "choice":
         if not guided.choice.choices:
             raise InvalidArgumentError("must not be empty", field="guided.choice.choices")
         return choice_guide(guided.choice.choices)
-    if kind is None:
-        raise InvalidArgumentError("must be set", field="guided.guide")
-    raise UnsupportedError("this kind of guide is not supported", field=f"guided.{kind}")
+    raise InvalidArgumentError("must be set", field="guided.guide")
 
 
 def _priority(metadata: Iterable[tuple[str, str | bytes]]) -> int:

@@ -6,9 +6,10 @@ with an EngineError and the call with OK, as the protocol requires.
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection, Coroutine
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from typing import Any
 
 import grpc
@@ -24,7 +25,7 @@ from router.pipeline.generation import FrontDoor
 from router.pipeline.idempotency import key_of, make_repeatable, request_id_of
 from router.pipeline.keep_alives import KeptStream
 from router.pipeline.request_checks import MAX_LOG_PROBS, check_model
-from router.protocols.kind_change import METADATA
+from router.protocols import kind_change, validation
 from router.protocols.openengine.request import native_request
 from router.protocols.openengine.response import Events
 from router.servicer import RouterServicer
@@ -37,14 +38,16 @@ _HASH_BYTES = 8
 class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
     """Implements the Inference service, which generates text."""
 
-    def __init__(self, front: FrontDoor) -> None:
+    def __init__(self, front: FrontDoor, tokens: Mapping[str, int]) -> None:
+        """`tokens` are the markers of the model's format that are a single token, with the token's id."""
         self._front = front
+        self._tokens = tokens
 
     async def Generate(  # type: ignore[override]  # it writes to the context
         self, request: oe.GenerateRequest, context: ServicerContext[Any, Any]
     ) -> None:
         """Run a request and stream its events."""
-        native = native_request(request, context.invocation_metadata() or ())
+        native = native_request(request, context.invocation_metadata() or (), self._tokens)
         key = key_of(context.invocation_metadata() or ())
         if key:
             make_repeatable(native, request_id_of(key, "openengine"))
@@ -69,12 +72,22 @@ class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
         # By now the input has been converted to token ids.
         request.token_ids.ids[:] = native.token_ids.values
         events = Events(request, self._front.runner.model.end_ids, self._spell)
+        # By name and sequence.
+        trailing: dict[tuple[str, int], str] = {}
         try:
             async with opened as output:
                 while not output.is_final:
                     for chunk in await output.take():
+                        known = len(trailing)
                         if chunk.kind_changed_at is not None:
-                            context.set_trailing_metadata(((METADATA, str(chunk.kind_changed_at)),))
+                            trailing[kind_change.METADATA, 0] = str(chunk.kind_changed_at)
+                        found = validation.validation_of(chunk)
+                        if found:
+                            fields = {"output_index": chunk.sequence_index, **found[validation.NAME]}
+                            trailing[validation.METADATA, chunk.sequence_index] = json.dumps(fields)
+                        if len(trailing) > known:
+                            pairs = tuple((name, value) for (name, _), value in trailing.items())
+                            context.set_trailing_metadata(pairs)
                         if chunk.finish_reason not in (FinishReason.ERROR, FinishReason.DEADLINE):
                             for event in events.of(chunk):
                                 await stream.write(context.write, event)
@@ -146,6 +159,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
                     oe.GUIDED_DECODING_MODE_JSON_SCHEMA,
                     oe.GUIDED_DECODING_MODE_REGEX,
                     oe.GUIDED_DECODING_MODE_EBNF_GRAMMAR,
+                    oe.GUIDED_DECODING_MODE_STRUCTURAL_TAG,
                     oe.GUIDED_DECODING_MODE_CHOICE,
                     oe.GUIDED_DECODING_MODE_JSON_OBJECT,
                 )

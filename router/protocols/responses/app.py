@@ -276,7 +276,7 @@ class ResponsesApi:
 
     def resume(self, stored: StoredResponse) -> Output:
         """Return the output of a stored response, from the beginning."""
-        return self._front.resume(stored.response_id, 0, (), None)
+        return self._front.resume(stored.response_id, 0, (), None, stored.job.conversation)
 
     async def whole(self, stored: StoredResponse, writer: ResponseWriter, output: Output) -> Fields:
         """Return the complete response after it has ended."""
@@ -314,7 +314,7 @@ class ResponsesApi:
             await stored.job.conversation.prepare(self._prompts, self._folder, renders=True)
 
         try:
-            output = await self._front.start(native, None, stored.key, prepare, stored.job.conversation.guide_parts)
+            output = await self._front.start(native, None, stored.key, prepare, stored.job.conversation)
         except InvalidArgumentError as error:
             if error.field == "attachment":
                 raise InvalidArgumentError(f"{error.message}; store=false makes it smaller", field="input") from None

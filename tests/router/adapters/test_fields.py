@@ -89,6 +89,7 @@ COMMON_EXAMPLES: dict[str, tuple[object, dict[str, object]]] = {
     "guided_regex": ("a+", {}),
     "guided_grammar": ('start: "a"', {}),
     "guided_choice": (["a", "b"], {}),
+    "guided_whitespace_pattern": (" ?", {"guided_json": SCHEMA}),
     "structured_outputs": ({"regex": "a+"}, {}),
     "return_token_ids": (True, {}),
     "spaces_between_special_tokens": (True, {}),

@@ -451,3 +451,34 @@ def test_the_prompt_for_the_answer_can_be_left_out_by_a_template_variable() -> N
         with pytest.raises(InvalidArgumentError) as raised:
             chat(**fields)
         assert raised.value.field == name
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": SCHEMA, "guided_whitespace_pattern": "[ ]?"},
+        {"guided_json": json.dumps(SCHEMA), "guided_whitespace_pattern": "[ ]?"},
+        {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "[ ]?"}},
+        {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+            "guided_whitespace_pattern": "[ ]?",
+        },
+    ],
+)
+def test_the_white_space_in_json_can_be_set(fields: dict[str, object]) -> None:
+    guide = json.loads(chat(**fields).requests[0].guided_decoding.guide)
+    assert guide == {**SCHEMA, "x-guidance": {"whitespace_pattern": "[ ]?"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"guided_whitespace_pattern": " ?"}, "guided_whitespace_pattern"),
+        ({"guided_regex": "a", "guided_whitespace_pattern": " ?"}, "guided_whitespace_pattern"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": ""}}, "structured_outputs.whitespace_pattern"),
+    ],
+)
+def test_only_json_has_white_space_to_set(fields: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        chat(**fields)
+    assert raised.value.field == field

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, cast
@@ -11,10 +12,13 @@ import grpc
 import grpc.aio
 import pytest
 
+from midstream.errors import InvalidArgumentError, UnsupportedError
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from protos import openengine_pb2 as oe
 from protos import openengine_pb2_grpc, stats_pb2
+from router.protocols.openai.body import Body
+from router.protocols.openai.structural_tags import structural_grammar
 from router.protocols.openengine.request import _guide
 from tests.router.conftest import Cluster, Part
 
@@ -112,7 +116,7 @@ async def test_a_request_is_the_native_one_and_its_events_are_its_output(
         ),
         (
             oe.GenerateRequest(prompt="x", guided=oe.GuidedDecoding(structural_tag="{}")),
-            grpc.StatusCode.UNIMPLEMENTED,
+            grpc.StatusCode.INVALID_ARGUMENT,
             "structural_tag",
         ),
     ],
@@ -198,7 +202,29 @@ async def test_kv_events_of_all_groups_are_sent_for_each_rank(
 
 def test_choices_may_contain_any_characters() -> None:
     choices = ["é", "日本", 'a "b"', "a\nb\t\x01", "(.*)\\", "x"]
-    config = _guide(oe.GuidedDecoding(choice=oe.ChoiceConstraint(choices=choices)))
+    config = _guide(oe.GuidedDecoding(choice=oe.ChoiceConstraint(choices=choices)), {})
     assert config.guide_type == pb.GUIDE_TYPE_REGEX
     assert all(re.fullmatch(config.guide, choice) for choice in choices)
     assert not any(re.fullmatch(config.guide, text) for text in ("", "a", 'xa "b"', "(b)\\"))
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        {"format": {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}},
+        {"structures": [{"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}], "triggers": ["<a"]},
+    ],
+)
+def test_structural_tags_are_those_of_openai(tag: dict[str, object]) -> None:
+    tokens = {"<a>": 7}
+    config = _guide(oe.GuidedDecoding(structural_tag=json.dumps(tag)), tokens)
+    assert config.guide_type == pb.GUIDE_TYPE_EBNF_GRAMMAR
+    assert config.guide == structural_grammar(Body(tag), tokens)
+    assert "<[7]>" in config.guide
+
+
+def test_an_error_names_the_part_of_a_structural_tag() -> None:
+    for text, field in (("{", ""), ('{"format": {"type": "other"}}', ".format.type")):
+        with pytest.raises((InvalidArgumentError, UnsupportedError)) as raised:
+            _guide(oe.GuidedDecoding(structural_tag=text), {})
+        assert raised.value.field == f"guided.structural_tag{field}"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 
+import jsonschema
 import llguidance
+import numpy as np
 import pytest
 
-from midstream.grammar.compile import compile_guide, load_tokenizer
+from midstream.grammar.compile import GuideTokenizer, compile_guide, load_tokenizer
 from midstream.grammar.messages import Guide
 from midstream.model.folder import ModelFolder
 from router.parsers.events import joined
@@ -45,6 +49,17 @@ GUIDED = {
     "qwen3_coder": ("", "<tool_call>\n<function=weather>\n@</function>\n</tool_call>"),
     "glm45": ("", "<tool_call>weather\n@</tool_call>"),
     "glm45 v4.7": ("</arg_key><arg_value>", "<tool_call>weather@</tool_call>"),
+    "llama3_json": ("", '<|python_tag|>{"name": "weather", "parameters": @}; {"name": "time", "parameters": {}}'),
+    "llama3_json bare": ("", '{"name": "weather", "parameters": @}; {"name": "time", "parameters": {}}'),
+    "pythonic": ("", "<|python_start|>[weather(@), time()]<|python_end|>"),
+    "pythonic bare": ("", "[weather(@), time()]"),
+    "deepseek_v32": (
+        "",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n@</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    ),
+    "minimax_m2": ("", '<minimax:tool_call>\n<invoke name="weather">\n@</invoke>\n</minimax:tool_call>'),
+    "functiongemma": ("", "<start_function_call>call:weather{@}<end_function_call>"),
+    "gemma4": ("", "<|tool_call>call:weather{@}<tool_call|>"),
 }
 TAGGED = {
     "qwen3_coder": "<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n",
@@ -52,6 +67,15 @@ TAGGED = {
         "<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n"
     ),
     "glm45 v4.7": "<arg_key>city</arg_key><arg_value>Oslo</arg_value><arg_key>days</arg_key><arg_value>3</arg_value>",
+    "pythonic": 'city="Oslo", days=3',
+    "pythonic bare": 'city="Oslo", days=3',
+    "deepseek_v32": (
+        '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+    ),
+    "minimax_m2": '<parameter name="city">Oslo</parameter>\n<parameter name="days">3</parameter>\n',
+    "functiongemma": "city:<escape>Oslo<escape>,days:3",
+    "gemma4": 'city:<|"|>Oslo<|"|>,days:3',
 }
 MARKS = sorted(
     {mark for name in (*GUIDED, "openai") for mark in TOOL_FORMATS[name.split()[0]].marks} | {"<think>", "</think>"}
@@ -70,7 +94,9 @@ GOOD, BAD = '{"city": "Oslo", "days": 3}', '{"city": "Oslo", "days": "three"}'
 def filled(name: str, arguments: str, text: str = "") -> str:
     """Return a format's call with the arguments GOOD or BAD."""
     if name in TAGGED:
-        arguments = TAGGED[name] if arguments == GOOD else TAGGED[name].replace("3", "three")
+        three = {"pythonic": '"three"', "functiongemma": "<escape>three<escape>", "gemma4": '<|"|>three<|"|>'}
+        wrong = TAGGED[name].replace("3", three.get(name.split()[0], "three"))
+        arguments = TAGGED[name] if arguments == GOOD else wrong
     return (text or GUIDED[name][1]).replace("@", arguments)
 
 
@@ -114,7 +140,11 @@ def test_arguments_follow_the_schema_once_a_call_begins(
         assert not accepts(library, guide, text.replace("weather", "rm"))
 
 
-@pytest.mark.parametrize("name", GUIDED)
+# Beside JSON, calls have their beginning.
+MARKED = [name for name in GUIDED if not name.endswith("bare")]
+
+
+@pytest.mark.parametrize("name", MARKED)
 def test_an_answer_is_either_calls_or_json(tokenizer: tuple[llguidance.LLTokenizer, dict[str, int]], name: str) -> None:
     library, tokens = tokenizer
     template, text = GUIDED[name]
@@ -153,10 +183,11 @@ def test_beside_json_there_may_be_a_limit_of_one_call(
     tokenizer: tuple[llguidance.LLTokenizer, dict[str, int]],
 ) -> None:
     library, tokens = tokenizer
-    for name, (template, text) in GUIDED.items():
+    for name in MARKED:
+        template, text = GUIDED[name]
         make = TOOL_FORMATS[name.split()[0]].grammar
         assert make is not None
-        one = text.replace(', {"name": "time", "arguments": {}}', "").replace("[TOOL_CALLS]time[ARGS]{}", "")
+        one = re.sub(r'[,;] \{"name": "time", "\w+": \{\}\}|\[TOOL_CALLS\]time\[ARGS\]\{\}|, time\(\)', "", text)
         call = filled(name, GOOD, one)
         guide = calls_or_json(make(template), TOOLS, [], ANSWER, tokens, max_calls=1, thinking=None, is_thinking=False)
         assert accepts(library, guide, call)
@@ -325,6 +356,91 @@ def test_a_closed_schema_without_properties_allows_no_arguments(
     guide = auto_guide(make(""), {"weather": closed}, ["weather"], tokens, max_calls=None, thinking=None)
     assert accepts(library, guide, GUIDED[kind][1].replace("@", ""))
     assert not accepts(library, guide, filled(kind, GOOD))
+
+
+MIXED: Schema = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "a b": {"enum": ["x", True, None, 1.5, ["y", {"k": False}], {}]},
+        "flag": {"type": ["boolean", "null"]},
+        "deep": {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}},
+        "more": {"type": "array", "items": {"type": ["string", "boolean"]}, "maxItems": 2},
+    },
+    "required": ["flag"],
+    "additionalProperties": {"type": "integer"},
+    "dependentRequired": {"text": ["deep"]},
+}
+
+
+@pytest.mark.parametrize("name", ["pythonic bare", "pythonic", "functiongemma", "gemma4", "llama3_json bare"])
+def test_every_walk_through_a_notation_is_read_as_a_call_that_matches_its_schema(name: str) -> None:
+    library = GuideTokenizer(llguidance.LLTokenizer("byte"), {})
+    kind = name.split()[0]
+    make = TOOL_FORMATS[kind].grammar
+    assert make is not None
+    guide = auto_guide(make(""), {"weather": MIXED}, ["weather"], {}, max_calls=1, thinking=None)
+    before, _, _ = GUIDED[name][1].partition("@")
+    begun = compile_guide(Guide("ebnf", guide), library)
+    assert begun.consume_tokens(library.tokenize_str(before))
+    num_read, draw = 0, random.Random(7)
+    for _ in range(100):
+        text = walk(library.library, begun, draw)
+        if text is None:
+            continue
+        parser = model_format(kind).parser(Offer({"weather": MIXED}))
+        content, _, calls = summary(joined(parser.feed(before + text) + parser.finish()))
+        ((called, arguments),) = calls
+        assert (content, called) == ("", "weather")
+        assert jsonschema.Draft202012Validator(MIXED).is_valid(arguments), (before + text, arguments)
+        num_read += 1
+    assert num_read > 20
+
+
+def walk(library: llguidance.LLTokenizer, begun: llguidance.LLMatcher, draw: random.Random) -> str | None:
+    """Return the rest of a text that a grammar of bytes lets through; None if it does not end soon."""
+    matcher, found = begun.deep_copy(), list[int]()
+    for _ in range(300):
+        if matcher.is_accepting():
+            return bytes(found).decode()
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        allowed = [token for token in np.flatnonzero(mask).tolist() if token < 256]
+        assert allowed, matcher.get_error()
+        closing = [token for token in allowed if token in b'"})]>1']
+        found.append(draw.choice(closing if closing and draw.random() < 0.5 else allowed))
+        assert matcher.consume_token(found[-1])
+    return None
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "minimax_m2"])
+def test_arguments_in_invocations_follow_their_schemas(
+    tokenizer: tuple[GuideTokenizer, dict[str, int]], kind: str
+) -> None:
+    library, tokens = tokenizer
+    make = TOOL_FORMATS[kind].grammar
+    assert make is not None
+    guide = auto_guide(make(""), {"weather": NAMED}, ["weather"], tokens, max_calls=None, thinking=None)
+    parser_of = model_format(kind).parser
+    tag = "｜DSML｜" if kind == "deepseek_v32" else ""
+
+    def pair(name: str, value: object, text: str = "") -> str:
+        is_text = isinstance(value, str)
+        mark = f' string="{"true" if is_text else "false"}"' if tag else ""
+        shown = text or (value if isinstance(value, str) else json.dumps(value))
+        return f'<{tag}parameter name="{name}"{mark}>{shown}</{tag}parameter>\n'
+
+    good: dict[str, object] = {"unit": "C", "place": {"lat": 1.5}, "count": None, "note": "two\n</lines"}
+    good |= {"blank": 1, "any": "3 <b>", "fixed": "x"}
+    call = GUIDED[kind][1].replace("@", "".join(pair(*item) for item in good.items()))
+    assert accepts(library, guide, call)
+    parser = parser_of(Offer({"weather": NAMED}))
+    _, _, calls = summary(joined(parser.feed(call) + parser.finish()))
+    assert calls == [("weather", good)]
+    bad: list[tuple[str, object]] = [("unit", "K"), ("place", {"lat": "x"}), ("count", 3.5), ("fixed", "y")]
+    for name, value in [*bad, ("unit", None), ("place", "Oslo"), ("blank", 2)]:
+        wrong = "".join(pair(*item) for item in {"unit": "C", name: value}.items())
+        assert not accepts(library, guide, GUIDED[kind][1].replace("@", wrong)), (name, value)
+    assert not accepts(library, guide, GUIDED[kind][1].replace("@", ""))
 
 
 ANALYSIS = "<|channel|>analysis<|message|>Is it {3}?<|end|><|start|>assistant"
