@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from midstream.errors import MidstreamError, from_proto
 from midstream.extras import Extras, extras_from_proto
 from protos import generation_pb2 as pb
-from protos import scheduler_pb2
+from protos import receipts_pb2, scheduler_pb2
 
 
 class FinishReason(enum.StrEnum):
@@ -89,6 +89,8 @@ class Chunk:
         perf_metrics: Set on the final chunk, if requested.
         error: The error with which the request failed.
         kind_changed_at: Index of the first token that workers of another kind computed; None if there is none so far.
+        receipt: The request's receipt, on the final chunk, if requested.
+        receipt_lengths: Lengths of all sequences, on a detokenizer's final chunk, if a receipt is requested.
     """
 
     sequence_index: int = 0
@@ -105,6 +107,8 @@ class Chunk:
     perf_metrics: PerfMetrics | None = None
     error: MidstreamError | None = field(default=None, compare=False)
     kind_changed_at: int | None = None
+    receipt: receipts_pb2.Receipt | None = None
+    receipt_lengths: Sequence[int] = ()
 
     @property
     def next_offset(self) -> int:
@@ -151,6 +155,7 @@ class Chunk:
             self.finish_reason, self.matched_stop = later.finish_reason, later.matched_stop
             self.cumulative_log_prob, self.usage = later.cumulative_log_prob, later.usage
             self.perf_metrics, self.error = later.perf_metrics, later.error
+            self.receipt, self.receipt_lengths = later.receipt, later.receipt_lengths
 
     def cut(self, max_tensor_bytes: int) -> tuple[Chunk, Chunk | None]:
         """Split the chunk so that the first part has at most `max_tensor_bytes` of tensors; if there is a second part,
@@ -218,6 +223,10 @@ class Chunk:
             response.perf_metrics.CopyFrom(pb.PerfMetrics(**metrics))
         if self.error is not None:
             response.error.CopyFrom(self.error.to_proto())
+        if self.receipt is not None:
+            response.receipt.CopyFrom(self.receipt)
+        elif self.receipt_lengths:
+            response.receipt_lengths.extend(self.receipt_lengths)
 
     @staticmethod
     def from_proto(response: pb.GenerateResponse) -> Chunk:
@@ -239,6 +248,9 @@ class Chunk:
                 chunk.perf_metrics = perf_metrics_from_proto(response.perf_metrics)
             if response.HasField("error"):
                 chunk.error = from_proto(response.error)
+            if response.HasField("receipt"):
+                chunk.receipt = response.receipt
+            chunk.receipt_lengths = tuple(response.receipt_lengths)
         return chunk
 
 

@@ -32,6 +32,7 @@ from scheduler.edge.kept_requests import KeptRequests
 from scheduler.edge.ledger import Ledger
 from scheduler.edge.lora_registry import Adapters
 from scheduler.edge.metrics import SchedulerCollector
+from scheduler.edge.receipts import KeyFolder, Receipts
 from scheduler.edge.request_log import log_requests
 from scheduler.edge.servicer import SchedulerServicer
 from scheduler.edge.traces import RequestTraces
@@ -71,6 +72,7 @@ class SchedulerService:
         OSError if a port is taken.
         """
         check(config)
+        self._receipt_keys = _receipt_keys(config)  # before the sockets are opened, since it may fail
         self.config = config
         model = model or open_model_folder(config.model)
         name = config.served_model_name
@@ -162,7 +164,10 @@ class SchedulerService:
         self.engine.recover(contents.requests)
         self.metrics.registry.register(SchedulerCollector(core, self.dispatcher, self.journal, images))
         kept = KeptRequests(self.journal.documents, self.engine, self.limits, self.model.fingerprint)
-        ledger = self._open_ledger(contents.requests)
+        receipts = None
+        if self._receipt_keys is not None:
+            receipts = Receipts(self._receipt_keys, self.journal.documents, self.engine, kept)
+        ledger = self._open_ledger(contents.requests, receipts)
         self._kept, self._ledger = kept, ledger
         servicer = SchedulerServicer(
             self.engine,
@@ -170,6 +175,7 @@ class SchedulerService:
             images,
             kept,
             ledger,
+            receipts,
             self.journal.documents,
             model=self.model,
             limits=self.limits,
@@ -201,14 +207,14 @@ class SchedulerService:
     def _not_ready(self) -> list[str]:
         return [problem for problem in self.progress.problems() if problem != _STANDBY]
 
-    def _open_ledger(self, recovered: Sequence[Recovered]) -> Ledger | None:
+    def _open_ledger(self, recovered: Sequence[Recovered], receipts: Receipts | None) -> Ledger | None:
         if not self.config.ledger_ttl_s:
             return None
         known = self.engine.core.lifecycle.requests
         ids = [event.spec.request_id for event in recovered if event.finish is not None]
         ended = [known[request_id] for request_id in ids if request_id in known]
         documents, ttl_s = self.journal.documents, self.config.ledger_ttl_s
-        ledger = Ledger(documents, self.engine, ended, ttl_s=ttl_s, model=self.model.name)
+        ledger = Ledger(documents, self.engine, ended, ttl_s=ttl_s, model=self.model.name, receipts=receipts)
         self._tasks.append(asyncio.create_task(ledger.run(), name="ledger"))
         return ledger
 
@@ -322,6 +328,13 @@ def _admit(config: SchedulerConfig) -> Admit | None:
         f"/{SERVICE_NAME}/GetLoads": both,
     }
     return admit_peers(config, lambda method: others.get(method, routers))
+
+
+def _receipt_keys(config: SchedulerConfig) -> KeyFolder | None:
+    if config.receipts == "off":
+        return None
+    folder = Path(config.receipt_keys).expanduser() if config.receipt_keys else midstream_home() / "receipts"
+    return KeyFolder(folder, is_default=not config.receipt_keys)
 
 
 def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: int) -> CoreConfig:

@@ -28,7 +28,10 @@ COMMANDS = {
     "down": ("midstream.cli.down", "stop everything after streams finish"),
     "generate": ("midstream.cli.generate", "stream the answer to one prompt"),
     "chat": ("midstream.cli.chat", "hold a conversation"),
-    "keys": ("midstream.cli.keys", "create a key pair for the connection between scheduler and workers"),
+    "keys": (
+        "midstream.cli.keys",
+        "create a key pair for worker connections or receipts",
+    ),
     "certificates": ("midstream.cli.certificates", "create certificates for services and clients"),
     "models": ("midstream.cli.models", "list the supported model families"),
     "prepare": ("midstream.cli.prepare", "prepare a model folder"),

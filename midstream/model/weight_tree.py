@@ -3,11 +3,10 @@
 Leaves are the SHA-256 of pieces of 1 MiB; the last leaf of a file may be shorter, and an empty file has one empty leaf.
 
     leaf  = SHA-256(0x00, piece)
-    node  = SHA-256(0x01, left, right); a node without a right neighbor moves up unchanged
     file  = SHA-256(0x02, length of the name (8 bytes, little-endian), name, size (8 bytes, little-endian), its root)
     root  = the tree over the files, config.json first, then the weights by name
 
-The prefixes keep a leaf from passing for a node. The leaves are stored next to the model in midstream.tree.json, or in
+The nodes are those of midstream/merkle.py. The leaves are stored next to the model in midstream.tree.json, or in
 $MIDSTREAM_HOME/trees if the folder is read-only or in the cache of the Hub, with each file's size and times. A file
 whose size or times differ is hashed again.
 """
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from midstream.errors import ConfigError
+from midstream.merkle import merkle_root
 from midstream.model.folder import ModelFolder, midstream_home
 from midstream.model.hub import repository_of
 from midstream.model.json_file import read_json
@@ -31,7 +31,7 @@ from midstream.model.json_file import read_json
 LEAF_BYTES = 1 << 20
 _VERSION = 1
 _NAME = "midstream.tree.json"
-_LEAF, _NODE, _FILE = b"\0", b"\1", b"\2"
+_LEAF, _FILE = b"\0", b"\2"
 _HASH_BYTES = 32
 
 
@@ -48,7 +48,9 @@ class FileTree:
     @property
     def root(self) -> bytes:
         """The root over the leaves."""
-        return _root([self.leaves[start : start + _HASH_BYTES] for start in range(0, len(self.leaves), _HASH_BYTES)])
+        return merkle_root(
+            [self.leaves[start : start + _HASH_BYTES] for start in range(0, len(self.leaves), _HASH_BYTES)]
+        )
 
     @property
     def digest(self) -> bytes:
@@ -60,14 +62,7 @@ class FileTree:
 
 def root_of(files: Sequence[FileTree]) -> str:
     """Return the root of the tree over the files, in hexadecimal."""
-    return _root([file.digest for file in files]).hex()
-
-
-def _root(nodes: list[bytes]) -> bytes:
-    while len(nodes) > 1:
-        pairs = zip(nodes[::2], nodes[1::2], strict=False)
-        nodes = [hashlib.sha256(_NODE + left + right).digest() for left, right in pairs] + nodes[len(nodes) & ~1 :]
-    return nodes[0]
+    return merkle_root([file.digest for file in files]).hex()
 
 
 def stored_root(folder: ModelFolder) -> str:
