@@ -275,18 +275,16 @@ class AsyncClient:
         request = loads_pb2.AbortRequest(request_id=request_id)
         return (await self._ask(lambda stub: stub.Abort(request, timeout=_CALL_TIMEOUT_S))).was_running
 
-    async def receipt(
-        self, request_id: str, *, include_request: bool = False
-    ) -> tuple[receipts_pb2.Receipt, pb.GenerateRequest | None]:
-        """Return the receipt of an ended request and, with `include_request`, the canonical request while it is known.
+    async def receipt(self, request_id: str, *, include_request: bool = False) -> tuple[receipts_pb2.Receipt, bytes]:
+        """Return the receipt of an ended request and, with `include_request`, the canonical request while it is known:
+        a serialized GenerateRequest, exactly as it was hashed.
 
         Raises:
             NotFoundError: There is no receipt, or the request has not ended.
         """
         query = receipts_pb2.GetReceiptRequest(request_id=request_id, include_request=include_request)
         answer = await self._ask(lambda stub: stub.GetReceipt(query, timeout=_CALL_TIMEOUT_S))
-        request = pb.GenerateRequest.FromString(answer.request) if answer.request else None
-        return answer.receipt, request
+        return answer.receipt, answer.request
 
     async def receipt_keys(self) -> tuple[ReceiptKey, ...]:
         """Return the public keys of all receipts."""

@@ -108,7 +108,8 @@ async def test_a_receipt_by_id(address: str, router: Part, open_client: Callable
     raised.value.close()
 
     client = open_client(router)
-    assert await client.receipt(request_id) == (receipt, None)
+    assert await client.receipt(request_id) == (receipt, b"")
+    assert await client.receipt(request_id, include_request=True) == (receipt, b"canonical")
     with pytest.raises(NotFoundError):
         await client.receipt("unknown")
     (key,) = await client.receipt_keys()
