@@ -137,9 +137,7 @@ class Auditor:
         except MidstreamError as error:
             return unchecked(f"the service cannot run the request: {error}")
         differing = [
-            name
-            for name, digest in statement.leaves.items()
-            if name != "template" and ours.leaves.get(name, digest if name == "weights" else "") != digest
+            name for name, digest in statement.leaves.items() if name != "template" and ours.leaves.get(name) != digest
         ]
         if differing or ours.leaves.keys() - statement.leaves.keys() - {"weights"}:
             return unchecked(f"the service computes it differently: {_explain(differing, statement, ours)}")
