@@ -35,6 +35,10 @@ _LEAF, _FILE = b"\0", b"\2"
 _HASH_BYTES = 32
 
 
+# Name, size, and times of change.
+_Facts = tuple[str, int, int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class FileTree:
     """The leaves of one file, and the file's size and times when it was hashed."""
@@ -96,8 +100,18 @@ def hash_weights(folder: ModelFolder, pace: Callable[[int], None] = lambda _: No
     interruption loses the work on one file. Raises ConfigError if a file changes meanwhile, or OSError if it cannot be
     read.
     """
+    return _hash_all(folder, _read(folder), pace)
+
+
+def verify_weights(folder: ModelFolder, pace: Callable[[int], None] = lambda _: None) -> str:
+    """Hash all files again, although their sizes and times have not changed; otherwise like `hash_weights`. A root that
+    differs from the stored one shows that a file was damaged.
+    """
+    return _hash_all(folder, {}, pace)
+
+
+def _hash_all(folder: ModelFolder, known: dict[_Facts, FileTree], pace: Callable[[int], None]) -> str:
     files = _files(folder)
-    known = _read(folder)
     for file in files:
         facts = _facts(file)
         if facts not in known:
@@ -125,9 +139,6 @@ def _hash(file: Path, pace: Callable[[int], None]) -> bytes:
             if count < LEAF_BYTES:
                 return bytes(leaves)
             pace(count)
-
-
-_Facts = tuple[str, int, int, int]
 
 
 def _facts(file: Path) -> _Facts:
