@@ -60,7 +60,7 @@ global___JournalRequest = JournalRequest
 
 @typing.final
 class KeptRequest(google.protobuf.message.Message):
-    """An ended request that is kept as a document (keep_s). Both fields are sealed (see JournalTransaction), as in the
+    """An ended request that is kept as a document (keep_s), or encrypted (--receipts payload). Both fields are sealed (see JournalTransaction), as in the
     journal.
     """
 

@@ -39,7 +39,7 @@ class Receipt(google.protobuf.message.Message):
     """Ed25519 over "midstream receipt 1", a zero byte, and the root."""
     nonce: builtins.bytes
     """Random bytes that salt the digests. Only those who know it can check contents against the digests, so it is given to
-    the request's client, and is not stored longer than the request. Empty if it is no longer known.
+    the request's client, and is not stored longer than the contents. Empty if it is no longer known.
     """
     @property
     def path(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
@@ -233,9 +233,12 @@ class GetReceiptRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     INCLUDE_REQUEST_FIELD_NUMBER: builtins.int
+    INCLUDE_OUTPUTS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     include_request: builtins.bool
     """Whether to return the canonical request as well."""
+    include_outputs: builtins.bool
+    """Whether to return the output tokens as well."""
     @property
     def num_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """If set, wait until the sequences have ended with these lengths. The router sets it at the end of a stream, when the
@@ -248,8 +251,9 @@ class GetReceiptRequest(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         num_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         include_request: builtins.bool = ...,
+        include_outputs: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["include_request", b"include_request", "num_tokens", b"num_tokens", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["include_outputs", b"include_outputs", "include_request", b"include_request", "num_tokens", b"num_tokens", "request_id", b"request_id"]) -> None: ...
 
 global___GetReceiptRequest = GetReceiptRequest
 
@@ -259,20 +263,44 @@ class GetReceiptResponse(google.protobuf.message.Message):
 
     RECEIPT_FIELD_NUMBER: builtins.int
     REQUEST_FIELD_NUMBER: builtins.int
+    OUTPUTS_FIELD_NUMBER: builtins.int
     request: builtins.bytes
     """The canonical request, serialized as it was hashed; empty if it was not asked for or is no longer known."""
     @property
     def receipt(self) -> global___Receipt: ...
+    @property
+    def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReceiptOutput]:
+        """One entry per sequence; empty if they were not asked for or are no longer known."""
+
     def __init__(
         self,
         *,
         receipt: global___Receipt | None = ...,
         request: builtins.bytes = ...,
+        outputs: collections.abc.Iterable[global___ReceiptOutput] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["receipt", b"receipt"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["receipt", b"receipt", "request", b"request"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["outputs", b"outputs", "receipt", b"receipt", "request", b"request"]) -> None: ...
 
 global___GetReceiptResponse = GetReceiptResponse
+
+@typing.final
+class ReceiptOutput(google.protobuf.message.Message):
+    """The output tokens that a ReceiptSequence covers."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["token_ids", b"token_ids"]) -> None: ...
+
+global___ReceiptOutput = ReceiptOutput
 
 @typing.final
 class ListReceiptKeysRequest(google.protobuf.message.Message):

@@ -89,7 +89,10 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         if not request.request_id:
             raise InvalidArgumentError("must be set", field="request_id")
         return await self._front.runner.receipts.get(
-            current_caller.get().scope(request.request_id), request.num_tokens, include_request=request.include_request
+            current_caller.get().scope(request.request_id),
+            request.num_tokens,
+            include_request=request.include_request,
+            include_outputs=request.include_outputs,
         )
 
     async def ListReceiptKeys(

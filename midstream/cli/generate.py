@@ -60,8 +60,8 @@ async def _generate(arguments: argparse.Namespace) -> Pace:
             print(chunk.text, end="", flush=True)
         print()
         if arguments.receipt is not None:
-            _, request = await client.receipt(stream.request_id, include_request=True)
-            _append(arguments.receipt, result, request)
+            known = await client.receipt(stream.request_id, include_request=True)
+            _append(arguments.receipt, result, known.request)
     return pace
 
 

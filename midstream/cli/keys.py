@@ -1,4 +1,6 @@
-"""`midstream keys`: create a key pair for worker connections (CURVE), or for signing receipts (Ed25519)."""
+"""`midstream keys`: create a key pair for worker connections (CURVE) or for signing receipts (Ed25519), or a key that
+encrypts stored requests and answers (AES).
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name",
         metavar="NAME",
-        help="Base name of the key files: NAME.key and NAME.key_secret, or NAME.jwk and NAME.jwk_secret for receipts.",
+        help="Base name of the key files: NAME.key and NAME.key_secret, or NAME.jwk and NAME.jwk_secret for receipts; "
+        "NAME.jwk_payload for the payload.",
     )
     parser.add_argument(
         "--kind",
-        choices=("workers", "receipts"),
+        choices=("workers", "receipts", "payload"),
         default="workers",
-        help="Purpose: the connection between scheduler and workers, or signing receipts. [workers]",
+        help="Purpose: worker connections, signing receipts, or encrypting stored requests and answers. [workers]",
     )
     parser.add_argument("--output", type=Path, default=Path(), metavar="FOLDER", help="Output directory. [.]")
 
@@ -28,6 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not re.fullmatch(r"[\w.-]+", arguments.name):
         raise ConfigError("must be letters, digits, or . _ -", field="name")
     try:
+        if arguments.kind == "payload":
+            print(f"secret key: {_make_payload_key(arguments.output, arguments.name)} (keep it on the scheduler only)")
+            return 0
         make = _make_receipt_keys if arguments.kind == "receipts" else _make_worker_keys
         public, secret = make(arguments.output, arguments.name)
     except ImportError as error:
@@ -47,3 +53,9 @@ def _make_receipt_keys(folder: Path, name: str) -> tuple[Path, Path]:
     from midstream.receipts.keys import SigningKey
 
     return SigningKey.new().write(folder, name)
+
+
+def _make_payload_key(folder: Path, name: str) -> Path:
+    from midstream.security.payload_keys import make_payload_key
+
+    return make_payload_key(folder, name)

@@ -23,6 +23,7 @@ from midstream.client.result import Embeddings
 from midstream.client.retries import Retries, is_broken
 from midstream.client.stream import AsyncStream
 from midstream.errors import InvalidArgumentError
+from midstream.receipts.evidence import Evidence
 from midstream.receipts.jwk import ReceiptKey
 from midstream.rpc.errors import error_from_rpc
 from midstream.rpc.serving import DEFAULT_MAX_MESSAGE_BYTES, open_channel
@@ -275,16 +276,21 @@ class AsyncClient:
         request = loads_pb2.AbortRequest(request_id=request_id)
         return (await self._ask(lambda stub: stub.Abort(request, timeout=_CALL_TIMEOUT_S))).was_running
 
-    async def receipt(self, request_id: str, *, include_request: bool = False) -> tuple[receipts_pb2.Receipt, bytes]:
-        """Return the receipt of an ended request and, with `include_request`, the canonical request while it is known:
-        a serialized GenerateRequest, exactly as it was hashed.
+    async def receipt(
+        self, request_id: str, *, include_request: bool = False, include_outputs: bool = False
+    ) -> Evidence:
+        """Return the receipt of an ended request, and its canonical request and its output tokens if they are asked for
+        and known.
 
         Raises:
             NotFoundError: There is no receipt, or the request has not ended.
         """
-        query = receipts_pb2.GetReceiptRequest(request_id=request_id, include_request=include_request)
+        query = receipts_pb2.GetReceiptRequest(
+            request_id=request_id, include_request=include_request, include_outputs=include_outputs
+        )
         answer = await self._ask(lambda stub: stub.GetReceipt(query, timeout=_CALL_TIMEOUT_S))
-        return answer.receipt, answer.request
+        outputs = [list(output.token_ids) for output in answer.outputs] if answer.outputs else None
+        return Evidence(answer.receipt, answer.request, outputs)
 
     async def receipt_keys(self) -> tuple[ReceiptKey, ...]:
         """Return the public keys of all receipts."""

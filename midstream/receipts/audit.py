@@ -117,6 +117,9 @@ class Auditor:
     async def audit(self, evidence: Evidence) -> Finding:
         """Check a receipt, and compute its answer again."""
         finding, statement = check_offline(evidence, self._keys)
+        if statement is not None:
+            evidence = await self._completed(evidence, statement)
+            finding, statement = check_offline(evidence, self._keys)
         if statement is None:
             return finding
         checked = finding.checked
@@ -144,6 +147,16 @@ class Auditor:
         if any(sequence.HasField("kind_changed_at") for sequence in ours.body.sequences):
             return unchecked("the service changed the kind of its workers meanwhile; try again")
         return await self._compare(evidence, statement, result, unchecked)
+
+    async def _completed(self, evidence: Evidence, statement: Statement) -> Evidence:
+        """Return the evidence with what is missing from the service, if that has stored it."""
+        if evidence.request and evidence.outputs is not None:
+            return evidence
+        try:
+            known = await self._client.receipt(statement.body.request_id, include_request=True, include_outputs=True)
+        except MidstreamError:
+            return evidence
+        return known if known.receipt.body == evidence.receipt.body else evidence
 
     async def _run(self, evidence: Evidence, statement: Statement) -> Result:
         outputs = evidence.outputs or []

@@ -19,20 +19,29 @@ class Receipts:
         self._cells = cells
 
     async def get(
-        self, request_id: str, num_tokens: Sequence[int] = (), *, include_request: bool = False
+        self,
+        request_id: str,
+        num_tokens: Sequence[int] = (),
+        *,
+        include_request: bool = False,
+        include_outputs: bool = False,
     ) -> receipts_pb2.GetReceiptResponse:
         """Return the receipt of an ended request, given its internal id.
 
         Args:
             num_tokens: Lengths of the sequences; if given, the scheduler waits until they have ended with these.
             include_request: Whether to return the canonical request.
+            include_outputs: Whether to return the output tokens.
 
         Raises:
             NotFoundError: No cell has the request, or it has not ended.
             UnavailableError: Some cells do not respond, and no other has the request.
         """
         query = receipts_pb2.GetReceiptRequest(
-            request_id=request_id, num_tokens=num_tokens, include_request=include_request
+            request_id=request_id,
+            num_tokens=num_tokens,
+            include_request=include_request,
+            include_outputs=include_outputs,
         )
         found = await ask_cells(self._cells, lambda cell: cell.stub.GetReceipt(query, timeout=_TRY_TIMEOUT_S))
         return next(iter(found.values()))

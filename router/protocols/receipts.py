@@ -20,6 +20,7 @@ from router.protocols.openai.endpoints import mapped
 
 NAME = "return_receipt"
 _PATH = "/v1/receipts"
+_PARAMETERS = ("include_request", "include_outputs")
 # Prefixes of the ids that clients see; the id of a response in /v1/responses is that of its request.
 _PREFIXES = ("chatcmpl-", "cmpl-", "msg_")
 
@@ -44,18 +45,26 @@ def receipt_routes(receipts: Receipts) -> list[Route]:
 
     async def one(request: Request) -> Response:
         name = request.path_params["receipt_id"]
-        includes = request.query_params.get("include_request") == "true"
+        asks_request, asks_outputs = (request.query_params.get(name) == "true" for name in _PARAMETERS)
         scope = current_caller.get().scope
         try:
-            found = await receipts.get(scope(name), include_request=includes)
+            found = await receipts.get(scope(name), include_request=asks_request, include_outputs=asks_outputs)
         except NotFoundError:
             prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None)
             if prefix is None:
                 raise
-            found = await receipts.get(scope(name.removeprefix(prefix)), include_request=includes)
-        fields = {"object": "receipt", "receipt": receipt_json(found.receipt), "contents": _contents(found.receipt)}
+            found = await receipts.get(
+                scope(name.removeprefix(prefix)), include_request=asks_request, include_outputs=asks_outputs
+            )
+        fields: dict[str, object] = {
+            "object": "receipt",
+            "receipt": receipt_json(found.receipt),
+            "contents": _contents(found.receipt),
+        }
         if found.request:
             fields["request"] = base64.b64encode(found.request).decode()
+        if found.outputs:
+            fields["outputs"] = [list(output.token_ids) for output in found.outputs]
         return JSONResponse(fields)
 
     async def keys(_: Request) -> Response:
@@ -64,7 +73,7 @@ def receipt_routes(receipts: Receipts) -> list[Route]:
 
     return [
         Route(f"{_PATH}/keys", mapped(keys, ()), methods=["GET"]),
-        Route(f"{_PATH}/{{receipt_id}}", mapped(one, ("include_request",)), methods=["GET"]),
+        Route(f"{_PATH}/{{receipt_id}}", mapped(one, _PARAMETERS), methods=["GET"]),
     ]
 
 

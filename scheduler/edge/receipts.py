@@ -169,8 +169,14 @@ class Receipts:
             raise NotFoundError("has no receipt, since receipts were off when it was accepted", field="request_id")
         receipt = receipts_pb2.Receipt(body=body, nonce=request.spec.receipt_nonce)
         await self.sign([receipt])
-        contents = canonical_request(accepted) if query.include_request else b""
-        return receipts_pb2.GetReceiptResponse(receipt=receipt, request=contents)
+        response = receipts_pb2.GetReceiptResponse(receipt=receipt)
+        if query.include_request:
+            response.request = canonical_request(accepted)
+        if query.include_outputs:
+            for sequence in request.sequences:
+                assert sequence.end is not None
+                response.outputs.add(token_ids=sequence.output[: sequence.end.num_tokens])
+        return response
 
     async def keys(self) -> list[receipts_pb2.ReceiptKey]:
         """Return all keys that signed receipts, also of other schedulers with the same journal."""

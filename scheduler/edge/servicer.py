@@ -36,6 +36,7 @@ from scheduler.edge.kept_requests import KeptRequests
 from scheduler.edge.ledger import Ledger
 from scheduler.edge.lora_registry import Adapters
 from scheduler.edge.metrics import used_loras
+from scheduler.edge.payloads import Payloads
 from scheduler.edge.receipts import Receipts
 from scheduler.edge.status import CellStatusReport, detokenizer_infos
 from scheduler.edge.submissions import Submissions
@@ -63,6 +64,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         kept: KeptRequests,
         ledger: Ledger | None,
         receipts: Receipts | None,
+        payloads: Payloads | None,
         documents: Documents,
         *,
         model: ModelFolder,
@@ -78,6 +80,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
             kept: Ended requests that are kept for a long time.
             ledger: Usage of ended requests; None if it is off.
             receipts: Receipts of ended requests; None if they are off.
+            payloads: Requests and answers that are stored for audits; None if they are not.
             documents: Where routers store files and batches.
             policies: Names of the capacity policy, the batching type and the journal, for GetServerInfo.
             max_stored_bytes: Maximum bytes of documents that one owner may store.
@@ -91,6 +94,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         self._kept = kept
         self._ledger = ledger
         self._receipts = receipts
+        self._payloads = payloads
         self._model = model
         self._limits = limits
         self._cell = cell
@@ -224,7 +228,10 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         stored = await self._ledger.receipt(request.request_id) if self._ledger is not None else None
         if stored is None:
             raise NotFoundError(f"no request {request.request_id[:128]!r} is known here")
-        return receipts_pb2.GetReceiptResponse(receipt=stored)
+        response = receipts_pb2.GetReceiptResponse(receipt=stored)
+        if self._payloads is not None:
+            await self._payloads.fill(response, request)
+        return response
 
     async def ListReceiptKeys(
         self, request: receipts_pb2.ListReceiptKeysRequest, context: object

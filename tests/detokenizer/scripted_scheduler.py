@@ -194,7 +194,9 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
             body.sequences.add(num_tokens=count)
         receipt = receipts_pb2.Receipt(body=body.SerializeToString(), nonce=b"nonce", key_id="k", signature=b"s")
         return receipts_pb2.GetReceiptResponse(
-            receipt=receipt, request=b"canonical" if request.include_request else b""
+            receipt=receipt,
+            request=b"canonical" if request.include_request else b"",
+            outputs=[receipts_pb2.ReceiptOutput(token_ids=[5, 6])] if request.include_outputs else [],
         )
 
     async def ListReceiptKeys(  # noqa: N802

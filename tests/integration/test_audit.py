@@ -68,12 +68,13 @@ async def answered(client: AsyncClient, name: str, num_tokens: int = NUM_TOKENS)
     request.output.return_receipt = True
     result = await client.stream(request).result()
     assert result.receipt is not None
-    _, contents = await client.receipt(result.request_id, include_request=True)
+    known = await client.receipt(result.request_id, include_request=True, include_outputs=True)
     outputs = [sequence.token_ids for sequence in result.sequences]
     if request.output.HasField("exclude_input_from_output"):
         assert result.usage is not None
         outputs = [tokens[result.usage.prompt_tokens :] for tokens in outputs]
-    return Evidence(result.receipt, contents, outputs), result
+    assert known.outputs == outputs
+    return Evidence(result.receipt, known.request, outputs), result
 
 
 async def auditor_of(client: AsyncClient, keys: dict[str, ReceiptKey] | None = None) -> Auditor:

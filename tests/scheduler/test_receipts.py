@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from array import array
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +19,7 @@ from midstream.receipts.digests import LINK_TOKENS, links_of
 from midstream.receipts.jwk import ReceiptKey
 from midstream.receipts.keys import SigningKey
 from midstream.receipts.verify import Statement, check_receipt, check_request, check_tokens
+from midstream.security.payload_keys import PayloadKeys, make_payload_key
 from protos import generation_pb2 as pb
 from protos import journal_pb2, ledger_pb2, receipts_pb2, scheduler_pb2
 from scheduler.journal.log import LogStore
@@ -274,3 +276,75 @@ async def test_receipts_can_be_off(tmp_path: Path) -> None:
         assert await status_of(ask(scheduler, "a")) is grpc.StatusCode.NOT_FOUND
         page = await scheduler.stub.GetLedger(ledger_pb2.GetLedgerRequest())
         assert [entry.request_id for entry in page.entries] == ["a"]
+
+
+async def test_the_payload_is_stored_encrypted_for_a_time_of_its_own(tmp_path: Path) -> None:
+    make_payload_key(tmp_path / "payload", "one")
+    fields: dict[str, Any] = {"receipts": "payload", "payload_keys": str(tmp_path / "payload")}
+    values = settings(tmp_path, finished_ttl_s=0.05, **fields)
+    asked = {"include_request": True, "include_outputs": True}
+    async with run_scheduler(**values) as scheduler:
+        await scheduler.worker()
+        await scheduler.submit("a", [1, 2, 3], max_tokens=100, detached=True, cache_salt="a secret of the client")
+        tokens, _ = await read(scheduler, "a")
+        known = await ask(scheduler, "a", **asked)
+        await entries(scheduler, 1)
+        await until(lambda: forgotten(scheduler, "a"))
+        await until(lambda: not scheduler.service._payloads or not scheduler.service._payloads._writing)
+    async with run_scheduler(**values) as scheduler:
+        found = await ask(scheduler, "a", **asked)
+        assert (found.receipt.body, found.receipt.nonce) == (known.receipt.body, known.receipt.nonce)
+        assert (found.request, found.outputs) == (known.request, known.outputs)
+        assert [list(output.token_ids) for output in found.outputs] == [tokens]
+        bare = await ask(scheduler, "a")
+        assert (bare.receipt.nonce, bare.request, list(bare.outputs)) == (known.receipt.nonce, b"", [])
+        documents = scheduler.service.journal.documents
+        (stored_payload,) = await documents.list("payload")
+        assert b"a secret" not in stored_payload.data
+        assert stored_payload.expires_ns is not None
+        week_ns = 7 * 24 * 3600 * 1_000_000_000
+        assert abs(stored_payload.expires_ns - stored_payload.created_ns - week_ns) < 60_000_000_000
+    make_payload_key(tmp_path / "other", "two")
+    async with run_scheduler(**(values | {"payload_keys": str(tmp_path / "other")})) as scheduler:
+        found = await ask(scheduler, "a", **asked)
+        assert (found.receipt.body, found.receipt.nonce, found.request) == (known.receipt.body, b"", b"")
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"receipts": "payload"}, "payload_keys: must be set"),
+        ({"payload_keys": "x"}, "has no meaning unless receipts is payload"),
+        ({"receipts": "payload", "payload_keys": "/nonexistent"}, r"has no NAME\.jwk_payload; make one"),
+        ({"receipts": "payload", "payload_keys": "x", "payload_ttl_s": 0}, "payload_ttl_s: is 0"),
+    ],
+)
+async def test_settings_of_the_payload_that_cannot_work_are_errors(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        async with run_scheduler(**fields):
+            pass
+
+
+def test_sealed_payloads_belong_to_their_request_and_keys_rotate(tmp_path: Path) -> None:
+    path = make_payload_key(tmp_path, "one")
+    assert path.stat().st_mode & 0o777 == 0o600
+    first = PayloadKeys(tmp_path)
+    sealed = first.seal(b"contents", "a")
+    assert first.unseal(sealed, "a") == b"contents"
+    assert first.unseal(sealed, "b") is None
+    for place in range(len(sealed)):
+        assert first.unseal(sealed[:place] + bytes([sealed[place] ^ 1]) + sealed[place + 1 :], "a") is None
+    assert first.unseal(b"", "a") is None
+    with pytest.raises(ConfigError, match="exists"):
+        make_payload_key(tmp_path, "one")
+
+    second = make_payload_key(tmp_path, "two")
+    jwk = json.loads(second.read_text())
+    second.write_text(json.dumps(jwk | {"iat": jwk["iat"] + 10}))
+    both = PayloadKeys(tmp_path)
+    later = both.seal(b"contents", "a")
+    assert both.unseal(sealed, "a") == both.unseal(later, "a") == b"contents"
+    assert first.unseal(later, "a") is None
+    second.write_text("{}")
+    with pytest.raises(ConfigError, match="no key of 32 bytes"):
+        PayloadKeys(tmp_path)

@@ -182,6 +182,7 @@ def document(model: ModelFolder) -> Part:
             | _with(
                 receipt_id,
                 _query("include_request", {"enum": ["true", "false"]}, "Whether to return the canonical request."),
+                _query("include_outputs", {"enum": ["true", "false"]}, "Whether to return the output tokens."),
             )
         },
         "/v1/receipts/keys": {"get": _get("The public keys of all receipts.", "application/jwk-set+json")},

@@ -17,6 +17,7 @@ from google.protobuf.json_format import ParseDict
 from midstream.client import AsyncClient, SamplingParams
 from midstream.errors import NotFoundError
 from midstream.model.tokenizer import Tokenizer
+from midstream.receipts.evidence import Evidence
 from protos import generation_pb2 as pb
 from protos import receipts_pb2
 from protos.service_pb2_grpc import MidstreamStub
@@ -108,8 +109,9 @@ async def test_a_receipt_by_id(address: str, router: Part, open_client: Callable
     raised.value.close()
 
     client = open_client(router)
-    assert await client.receipt(request_id) == (receipt, b"")
-    assert await client.receipt(request_id, include_request=True) == (receipt, b"canonical")
+    assert await client.receipt(request_id) == Evidence(receipt)
+    found = await client.receipt(request_id, include_request=True, include_outputs=True)
+    assert found == Evidence(receipt, b"canonical", [[5, 6]])
     with pytest.raises(NotFoundError):
         await client.receipt("unknown")
     (key,) = await client.receipt_keys()
