@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
 import urllib.request
 from array import array
 from collections.abc import AsyncIterator
@@ -22,9 +24,10 @@ from midstream.receipts.digests import body_leaf, links_of, log_probs_digest, mo
 from midstream.receipts.evidence import Evidence
 from midstream.receipts.jwk import ReceiptKey
 from midstream.receipts.keys import SigningKey
+from midstream.security.payload_keys import make_payload_key
 from protos import generation_pb2 as pb
 from protos import receipts_pb2
-from tests.integration.service import Service, chat, midstream
+from tests.integration.service import Service, chat, eventually, midstream
 
 LIAR = SigningKey.new()
 # Of the shared service: an operator who signs something else than was computed.
@@ -209,3 +212,60 @@ async def test_the_command(service: Service, client: AsyncClient, tmp_path: Path
     file.write_text(json.dumps(item))
     status, findings = await asyncio.to_thread(audit, "--offline", "--keys", str(keys))
     assert (status, findings[0]["verdict"], findings[0]["checked"]) == (1, "invalid", ["signature", "request"])
+
+
+async def kill(service: Service, kind: str) -> None:
+    """Kill a process, and wait for its successor."""
+    before = await service.all_serving(kind)
+    os.kill(before[0]["pid"], signal.SIGKILL)
+
+    def is_replaced(parts: list[dict[str, Any]]) -> bool:
+        return len(parts) == len(before) and before[0]["pid"] not in {part["pid"] for part in parts}
+
+    await eventually(lambda: service.serving(kind), is_replaced, 60)
+
+
+async def test_answers_that_survived_kills_are_proved_from_the_ledger(tmp_path: Path) -> None:
+    """The service has stored requests and answers, and the ledger has the receipts; nothing comes from the client."""
+    make_payload_key(tmp_path / "payload", "key")
+    settings = {
+        "MIDSTREAM_RECEIPTS": "payload",
+        "MIDSTREAM_PAYLOAD_KEYS": str(tmp_path / "payload"),
+        "MIDSTREAM_FINISHED_TTL_S": "1",
+        "MIDSTREAM_WORKER_TIMEOUT_MS": "30000",
+    }
+    service = Service.start(tmp_path / "run", "--workers", "2", **settings)
+    try:
+        async with AsyncClient(service.routers()) as client:
+
+            async def run(name: str) -> Result:
+                request = chat(f"Describe a city ({name}).", max_tokens=150, **KINDS[name])
+                request.stopping.ignore_eos = True
+                return await client.stream(request).result()
+
+            running = [asyncio.create_task(run(name)) for name in ("greedy", "sampled", "two sequences", "penalties")]
+            for kind in ("gpu_worker", "scheduler", "gpu_worker"):
+                await asyncio.sleep(1.0)  # kills at any time are survived
+                await kill(service, kind)
+            results = await asyncio.gather(*running)
+            http = service.processes("router")[0]["addresses"]["http"]
+            ledger = tmp_path / "ledger.json"
+
+            def fetch() -> bytes:
+                with urllib.request.urlopen(f"http://{http}/ledger", timeout=30) as answer:
+                    page: bytes = answer.read()
+                return page
+
+            page = await eventually(
+                lambda: asyncio.to_thread(fetch), lambda text: len(json.loads(text)["data"]) == len(results), 60
+            )
+            ledger.write_bytes(page)
+            audit = await asyncio.to_thread(
+                midstream, "audit", str(ledger), "--json", "--run-dir", str(service.run_dir), timeout=200
+            )
+            findings = [json.loads(line) for line in audit.stdout.splitlines()]
+            assert audit.returncode == 0, audit.stdout + audit.stderr
+            assert {item["request_id"] for item in findings} == {result.request_id for result in results}
+            assert {item["verdict"] for item in findings} == {"proved"}
+    finally:
+        service.stop()
