@@ -27,6 +27,7 @@ from midstream.receipts.keys import SigningKey
 from midstream.security.payload_keys import make_payload_key
 from protos import generation_pb2 as pb
 from protos import receipts_pb2
+from tests.adapter_folders import write_lora, write_prompt
 from tests.integration.service import Service, chat, eventually, midstream
 
 LIAR = SigningKey.new()
@@ -66,8 +67,10 @@ async def client(service: Service) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-async def answered(client: AsyncClient, name: str, num_tokens: int = NUM_TOKENS) -> tuple[Evidence, Result]:
-    request = chat(f"Write about rivers ({name}).", max_tokens=num_tokens, **KINDS[name])
+async def answered(
+    client: AsyncClient, name: str, num_tokens: int = NUM_TOKENS, **fields: Any
+) -> tuple[Evidence, Result]:
+    request = chat(f"Write about rivers ({name}).", max_tokens=num_tokens, **KINDS[name], **fields)
     request.output.return_receipt = True
     result = await client.stream(request).result()
     assert result.receipt is not None
@@ -180,6 +183,31 @@ async def test_an_answer_of_another_model_cannot_be_checked(client: AsyncClient,
     finding = await (await auditor_of(client, LIES)).audit(lie(evidence, evidence.outputs, model=other))
     assert finding.verdict is Verdict.UNCHECKED, finding
     assert finding.reason
+
+
+@pytest.mark.parametrize("kind", ["lora", "prompt_tuning"])
+async def test_an_answer_with_an_adapter_is_proved_until_the_adapter_is_swapped(
+    client: AsyncClient, tmp_path: Path, kind: str
+) -> None:
+    write = write_lora if kind == "lora" else write_prompt
+    name, folders = f"audited_{kind}", [write(tmp_path / str(seed), 4, seed) for seed in range(2)]
+    config: Any = pb.LoraConfig(name=name) if kind == "lora" else pb.PromptTuningConfig(name=name)
+    await client.load_lora(name, str(folders[0]))
+    evidence, _ = await answered(client, "sampled", **{kind: config})
+    auditor = await auditor_of(client)
+    finding = await auditor.audit(evidence)
+    assert finding.verdict is Verdict.PROVED, finding
+    await client.unload_lora(name)
+    finding = await auditor.audit(evidence)
+    assert finding.verdict is Verdict.UNCHECKED, finding
+    await client.load_lora(name, str(folders[1]))
+    finding = await auditor.audit(evidence)
+    leaf = "adapter" if kind == "lora" else "prompt"
+    assert (finding.verdict, finding.reason) == (
+        Verdict.UNCHECKED,
+        f"the service computes it differently: its {leaf} differs",
+    )
+    await client.unload_lora(name)
 
 
 async def test_the_command(service: Service, client: AsyncClient, tmp_path: Path) -> None:
