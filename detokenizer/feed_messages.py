@@ -19,6 +19,7 @@ class Opened:
     return_all: bool
     return_perf_metrics: bool = False
     trace_parent: str = ""
+    return_receipt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,4 +67,5 @@ def opened_from_proto(opened: pb.FeedOpened, end_ids: tuple[int, ...]) -> Opened
         output.return_all_generated_tokens,
         output.return_perf_metrics,
         opened.trace_parent,
+        output.return_receipt,
     )

@@ -50,6 +50,7 @@ class _Sequence:
     length: int | None = None  # number of tokens, including those of the prompt as in offsets, if it ended normally
     is_stop_due: bool = False  # whether the stop must be sent again, because the feed was reopened
     is_stop_known: bool = False  # whether the scheduler has ended the sequence at the stop
+    num_output: int = 0  # number of output tokens, without the prompt, once it has ended
     num_dropped: int = 0  # tokens after the stop word, which the scheduler has counted as output
     outputs: OutputCursor = field(default_factory=OutputCursor)
     early: list[tuple[int, Extras]] = field(default_factory=list)  # outputs of tokens not yet received
@@ -264,8 +265,9 @@ class OutputStream:
         chunk.finish_reason, chunk.matched_stop = reason, matched
         chunk.cumulative_log_prob = sequence.outputs.cumulative_log_prob if log_prob is None else log_prob
         sequence.pending, sequence.has_ended = chunk, True
+        sequence.num_output = end.num_tokens if text.stop_at is None else text.stop_at
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            sequence.length = self._num_prompt + (end.num_tokens if text.stop_at is None else text.stop_at)
+            sequence.length = self._num_prompt + sequence.num_output
         self._flush()
 
     def end(self, usage: Usage | None, perf_metrics: PerfMetrics | None, error: MidstreamError | None) -> None:
@@ -291,6 +293,8 @@ class OutputStream:
         chunk = last.pending
         chunk.is_final, chunk.usage, chunk.error = True, usage, error
         chunk.perf_metrics = perf_metrics if self._opened.return_perf_metrics else None
+        if self._opened.return_receipt:
+            chunk.receipt_lengths = [sequence.num_output for sequence in self._sequences]
         self._flush()
 
     def _offset_beyond_end(self) -> OutOfRangeError | None:

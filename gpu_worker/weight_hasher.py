@@ -1,8 +1,9 @@
 """Hashes the model's weights in the background: `python -m gpu_worker.weight_hasher MODEL BYTES_PER_S`.
 
-A separate process does this, because a thread would hold the interpreter's lock at the lowest priority while the
-compute loop waits for it. It reads at a limited rate with the lowest CPU and I/O priority, prints the root, and exits
-when its standard input is closed, which happens at the worker's end, however the worker ends.
+Files that were hashed before are read as well, to find damage. A separate process does this, because a thread would
+hold the interpreter's lock at the lowest priority while the compute loop waits for it. It reads at a limited rate with
+the lowest CPU and I/O priority, prints the root, and exits when its standard input is closed, which happens at the
+worker's end, however the worker ends.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import psutil
 
 from midstream.errors import MidstreamError
 from midstream.model.folder import ModelFolder, midstream_home, open_model_folder
-from midstream.model.weight_tree import hash_weights
+from midstream.model.weight_tree import hash_weights, stored_root, verify_weights
 from midstream.python_process import python_command, python_environment
 
 logger = logging.getLogger(__name__)
@@ -115,12 +116,14 @@ def _is_locked(lock: TextIO) -> bool:
 
 
 def main() -> int:
-    """Hash a model folder and print the root of its tree; return the exit code."""
+    """Read all files of a model folder and print the root of its tree; return the exit code."""
     model, bytes_per_s = sys.argv[1:]
     try:
         folder = open_model_folder(str(Path(model)))
         with _alone(folder):
-            print(hash_weights(folder, Pace(int(bytes_per_s))))
+            # Files that have not changed since they were hashed are read again, since they may have been damaged.
+            read = verify_weights if stored_root(folder) else hash_weights
+            print(read(folder, Pace(int(bytes_per_s))))
     except (MidstreamError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

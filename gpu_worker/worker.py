@@ -90,7 +90,8 @@ class Worker:
             )
         )
         self._hasher = None
-        if config.hash_bytes_per_s > 0 and not registration.kind.weights_root:
+        self._stored_root = registration.kind.weights_root
+        if config.hash_bytes_per_s > 0:
             self._hasher = WeightHasher(folder, config.hash_bytes_per_s, self._note_root)
         tiers = self._runner.kv.tiers
         if tiers is not None:
@@ -150,8 +151,17 @@ class Worker:
         return stopped.exit_code
 
     def _note_root(self, root: str) -> None:
-        """Announce the complete identity of the weights, and use it for transfers of KV blocks from now on."""
-        self._link.announce_weights(root, self._runner.note_weights(root))
+        """Announce the complete identity of the weights, and use it for transfers of KV blocks from now on.
+
+        If it is not the one under which the worker has registered, a file was damaged since it was hashed, perhaps
+        before it was loaded. The process then ends, so that its requests are recomputed elsewhere, and its successor
+        has the right identity.
+        """
+        if self._stored_root not in ("", root):
+            logger.critical("a weight file was damaged: its contents have changed, but not its times")
+            os._exit(1)
+        if not self._stored_root:
+            self._link.announce_weights(root, self._runner.note_weights(root))
 
     def _serve(self) -> Stopped:
         while True:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from midstream.errors import MidstreamError, from_proto
 from midstream.extras import Extras, extras_from_proto
 from protos import generation_pb2 as pb
-from protos import scheduler_pb2
+from protos import receipts_pb2, scheduler_pb2
 
 
 class FinishReason(enum.StrEnum):
@@ -107,6 +107,8 @@ class Chunk:
         error: The error with which the request failed.
         kind_changed_at: Index of the first token that workers of another kind computed; None if there is none so far.
         validation: Set on a sequence's final chunk if its schema was not fully enforced.
+        receipt: The request's receipt, on the final chunk, if requested.
+        receipt_lengths: Lengths of all sequences, on a detokenizer's final chunk, if a receipt is requested.
     """
 
     sequence_index: int = 0
@@ -124,6 +126,8 @@ class Chunk:
     error: MidstreamError | None = field(default=None, compare=False)
     kind_changed_at: int | None = None
     validation: Validation | None = None
+    receipt: receipts_pb2.Receipt | None = None
+    receipt_lengths: Sequence[int] = ()
 
     @property
     def next_offset(self) -> int:
@@ -171,6 +175,7 @@ class Chunk:
             self.cumulative_log_prob, self.usage = later.cumulative_log_prob, later.usage
             self.perf_metrics, self.error = later.perf_metrics, later.error
             self.validation = later.validation
+            self.receipt, self.receipt_lengths = later.receipt, later.receipt_lengths
 
     def cut(self, max_tensor_bytes: int) -> tuple[Chunk, Chunk | None]:
         """Split the chunk so that the first part has at most `max_tensor_bytes` of tensors; if there is a second part,
@@ -229,9 +234,7 @@ class Chunk:
         return is_plain
 
     def _fill_end(self, response: pb.GenerateResponse) -> None:
-        if self.validation is not None:
-            response.validation.is_valid = self.validation.is_valid
-            response.validation.errors.extend(self.validation.errors)
+        self._fill_proofs(response)
         response.is_sequence_final, response.is_final = self.is_sequence_final, self.is_final
         if self.finish_reason is not None:
             response.finish_reason = _REASON_NUMBERS[self.finish_reason]
@@ -251,6 +254,15 @@ class Chunk:
         if self.error is not None:
             response.error.CopyFrom(self.error.to_proto())
 
+    def _fill_proofs(self, response: pb.GenerateResponse) -> None:
+        if self.validation is not None:
+            response.validation.is_valid = self.validation.is_valid
+            response.validation.errors.extend(self.validation.errors)
+        if self.receipt is not None:
+            response.receipt.CopyFrom(self.receipt)
+        elif self.receipt_lengths:
+            response.receipt_lengths.extend(self.receipt_lengths)
+
     @staticmethod
     def from_proto(response: pb.GenerateResponse, *, is_plain: bool = False) -> Chunk:
         """Build this from the protobuf message; with `is_plain`, only the fields that StreamChunk names are read."""
@@ -262,20 +274,26 @@ class Chunk:
         if response.HasField("kind_changed_at"):
             chunk.kind_changed_at = response.kind_changed_at
         if response.is_sequence_final or response.is_final:
-            chunk.is_sequence_final, chunk.is_final = response.is_sequence_final, response.is_final
-            chunk.finish_reason = _REASONS.get(response.finish_reason)
-            chunk.matched_stop = matched_stop_from_proto(response)
-            if response.HasField("cumulative_log_prob"):
-                chunk.cumulative_log_prob = response.cumulative_log_prob
-            if response.HasField("usage"):
-                chunk.usage = usage_from_proto(response.usage)
-            if response.HasField("perf_metrics"):
-                chunk.perf_metrics = perf_metrics_from_proto(response.perf_metrics)
-            if response.HasField("error"):
-                chunk.error = from_proto(response.error)
-            if response.HasField("validation"):
-                chunk.validation = Validation.from_proto(response.validation)
+            chunk._take_end(response)
         return chunk
+
+    def _take_end(self, response: pb.GenerateResponse) -> None:
+        self.is_sequence_final, self.is_final = response.is_sequence_final, response.is_final
+        self.finish_reason = _REASONS.get(response.finish_reason)
+        self.matched_stop = matched_stop_from_proto(response)
+        if response.HasField("cumulative_log_prob"):
+            self.cumulative_log_prob = response.cumulative_log_prob
+        if response.HasField("usage"):
+            self.usage = usage_from_proto(response.usage)
+        if response.HasField("perf_metrics"):
+            self.perf_metrics = perf_metrics_from_proto(response.perf_metrics)
+        if response.HasField("error"):
+            self.error = from_proto(response.error)
+        if response.HasField("validation"):
+            self.validation = Validation.from_proto(response.validation)
+        if response.HasField("receipt"):
+            self.receipt = response.receipt
+        self.receipt_lengths = tuple(response.receipt_lengths)
 
 
 class SequenceEnds:

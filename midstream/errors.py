@@ -69,6 +69,10 @@ class ConfigError(InvalidArgumentError):
     """A flag, an environment variable or a model folder is invalid; the service does not start."""
 
 
+class ReceiptError(InvalidArgumentError):
+    """A receipt is forged or damaged, or belongs to another request or answer."""
+
+
 class NotFoundError(MidstreamError):
     """The model, adapter or request does not exist."""
 

@@ -11,6 +11,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import protos.receipts_pb2
 import sys
 import typing
 
@@ -107,6 +108,8 @@ class GenerateRequest(google.protobuf.message.Message):
     ATTACHMENT_FIELD_NUMBER: builtins.int
     IMAGES_FIELD_NUMBER: builtins.int
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: builtins.int
+    TEMPLATE_FINGERPRINT_FIELD_NUMBER: builtins.int
+    RECEIPT_NONCE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the client, or by the router if empty. At most 128 characters. Unique among running and recently finished
     requests: submitting an id again attaches to the existing request if the contents are the same, and otherwise fails
@@ -153,6 +156,12 @@ class GenerateRequest(google.protobuf.message.Message):
     """Identifies the tokenizer with which token_ids were made (ModelInfo.tokenizer_fingerprint): only detokenizers with the
     same one are fed with the output. Set by the router; clients leave it unset. Empty: any detokenizer.
     """
+    template_fingerprint: builtins.str
+    """Digest of the chat templates with which the prompt was rendered. Set by the router; clients leave it unset. Empty if
+    the request had no chat.
+    """
+    receipt_nonce: builtins.bytes
+    """Salts the digests of the request's receipt. Set by the scheduler; clients leave it unset. Empty: no receipt."""
     @property
     def token_ids(self) -> global___TokenIds:
         """Token ids in 0..vocab_size-1. The router always sends this form to the scheduler."""
@@ -221,9 +230,11 @@ class GenerateRequest(google.protobuf.message.Message):
         attachment: builtins.bytes = ...,
         images: collections.abc.Iterable[global___Image] | None = ...,
         tokenizer_fingerprint: builtins.str = ...,
+        template_fingerprint: builtins.str = ...,
+        receipt_nonce: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_streaming", b"_streaming", "_timeout_ms", b"_timeout_ms", "chat", b"chat", "guided_decoding", b"guided_decoding", "input", b"input", "kv_retention", b"kv_retention", "lora", b"lora", "max_tokens", b"max_tokens", "output", b"output", "prompt", b"prompt", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "sampling", b"sampling", "speculative", b"speculative", "stopping", b"stopping", "streaming", b"streaming", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_streaming", b"_streaming", "_timeout_ms", b"_timeout_ms", "arrival_time_unix_ns", b"arrival_time_unix_ns", "attachment", b"attachment", "cache_salt", b"cache_salt", "chat", b"chat", "client_id", b"client_id", "detached", b"detached", "guided_decoding", b"guided_decoding", "images", b"images", "input", b"input", "keep_s", b"keep_s", "kv_retention", b"kv_retention", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "max_tokens", b"max_tokens", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "request_id", b"request_id", "sampling", b"sampling", "speculative", b"speculative", "stopping", b"stopping", "streaming", b"streaming", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "tokenizer_fingerprint", b"tokenizer_fingerprint", "trace_parent", b"trace_parent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_streaming", b"_streaming", "_timeout_ms", b"_timeout_ms", "arrival_time_unix_ns", b"arrival_time_unix_ns", "attachment", b"attachment", "cache_salt", b"cache_salt", "chat", b"chat", "client_id", b"client_id", "detached", b"detached", "guided_decoding", b"guided_decoding", "images", b"images", "input", b"input", "keep_s", b"keep_s", "kv_retention", b"kv_retention", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "max_tokens", b"max_tokens", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "receipt_nonce", b"receipt_nonce", "request_id", b"request_id", "sampling", b"sampling", "speculative", b"speculative", "stopping", b"stopping", "streaming", b"streaming", "template_fingerprint", b"template_fingerprint", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "tokenizer_fingerprint", b"tokenizer_fingerprint", "trace_parent", b"trace_parent"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_tokens", b"_max_tokens"]) -> typing.Literal["max_tokens"] | None: ...
     @typing.overload
@@ -611,6 +622,7 @@ class OutputConfig(google.protobuf.message.Message):
     RETURN_ALL_GENERATED_TOKENS_FIELD_NUMBER: builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     DETOKENIZE_FIELD_NUMBER: builtins.int
+    RETURN_RECEIPT_FIELD_NUMBER: builtins.int
     log_probs: builtins.int
     """For each output token, return its log probability and those of this number of most likely tokens. 0: only its own.
     At most 20.
@@ -634,6 +646,8 @@ class OutputConfig(google.protobuf.message.Message):
     """Whether to omit special tokens from the text. Default true."""
     detokenize: builtins.bool
     """Whether to return text. Default true."""
+    return_receipt: builtins.bool
+    """Whether the final chunk carries the request's receipt. UNIMPLEMENTED if the scheduler makes none (`--receipts off`)."""
     @property
     def additional_outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AdditionalOutput]: ...
     def __init__(
@@ -649,9 +663,10 @@ class OutputConfig(google.protobuf.message.Message):
         return_all_generated_tokens: builtins.bool = ...,
         skip_special_tokens: builtins.bool | None = ...,
         detokenize: builtins.bool | None = ...,
+        return_receipt: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_detokenize", b"_detokenize", "_exclude_input_from_output", b"_exclude_input_from_output", "_log_probs", b"_log_probs", "_prompt_log_probs", b"_prompt_log_probs", "_skip_special_tokens", b"_skip_special_tokens", "detokenize", b"detokenize", "exclude_input_from_output", b"exclude_input_from_output", "log_probs", b"log_probs", "prompt_log_probs", b"prompt_log_probs", "skip_special_tokens", b"skip_special_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_detokenize", b"_detokenize", "_exclude_input_from_output", b"_exclude_input_from_output", "_log_probs", b"_log_probs", "_prompt_log_probs", b"_prompt_log_probs", "_skip_special_tokens", b"_skip_special_tokens", "additional_outputs", b"additional_outputs", "detokenize", b"detokenize", "exclude_input_from_output", b"exclude_input_from_output", "log_probs", b"log_probs", "prompt_log_probs", b"prompt_log_probs", "return_all_generated_tokens", b"return_all_generated_tokens", "return_context_logits", b"return_context_logits", "return_generation_logits", b"return_generation_logits", "return_perf_metrics", b"return_perf_metrics", "skip_special_tokens", b"skip_special_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_detokenize", b"_detokenize", "_exclude_input_from_output", b"_exclude_input_from_output", "_log_probs", b"_log_probs", "_prompt_log_probs", b"_prompt_log_probs", "_skip_special_tokens", b"_skip_special_tokens", "additional_outputs", b"additional_outputs", "detokenize", b"detokenize", "exclude_input_from_output", b"exclude_input_from_output", "log_probs", b"log_probs", "prompt_log_probs", b"prompt_log_probs", "return_all_generated_tokens", b"return_all_generated_tokens", "return_context_logits", b"return_context_logits", "return_generation_logits", b"return_generation_logits", "return_perf_metrics", b"return_perf_metrics", "return_receipt", b"return_receipt", "skip_special_tokens", b"skip_special_tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_detokenize", b"_detokenize"]) -> typing.Literal["detokenize"] | None: ...
     @typing.overload
@@ -1134,6 +1149,8 @@ class GenerateResponse(google.protobuf.message.Message):
     IS_KEEP_ALIVE_FIELD_NUMBER: builtins.int
     KIND_CHANGED_AT_FIELD_NUMBER: builtins.int
     VALIDATION_FIELD_NUMBER: builtins.int
+    RECEIPT_FIELD_NUMBER: builtins.int
+    RECEIPT_LENGTHS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     sequence_index: builtins.int
     token_offset: builtins.int
@@ -1187,6 +1204,16 @@ class GenerateResponse(google.protobuf.message.Message):
         whether the output matches all of it.
         """
 
+    @property
+    def receipt(self) -> protos.receipts_pb2.Receipt:
+        """Set on the final chunk if requested."""
+
+    @property
+    def receipt_lengths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Between detokenizer and router, on the final chunk if a receipt is requested: the lengths of the sequences, for which
+        the router gets the receipt. Never sent to clients.
+        """
+
     def __init__(
         self,
         *,
@@ -1210,9 +1237,11 @@ class GenerateResponse(google.protobuf.message.Message):
         is_keep_alive: builtins.bool = ...,
         kind_changed_at: builtins.int | None = ...,
         validation: global___Validation | None = ...,
+        receipt: protos.receipts_pb2.Receipt | None = ...,
+        receipt_lengths: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_kind_changed_at", b"_kind_changed_at", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "kind_changed_at", b"kind_changed_at", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "usage", b"usage", "validation", b"validation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_kind_changed_at", b"_kind_changed_at", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "finish_reason", b"finish_reason", "is_final", b"is_final", "is_keep_alive", b"is_keep_alive", "is_sequence_final", b"is_sequence_final", "kind_changed_at", b"kind_changed_at", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "matched_stop_word", b"matched_stop_word", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "request_id", b"request_id", "sequence_index", b"sequence_index", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids", "token_offset", b"token_offset", "usage", b"usage", "validation", b"validation"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_kind_changed_at", b"_kind_changed_at", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "kind_changed_at", b"kind_changed_at", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "receipt", b"receipt", "usage", b"usage", "validation", b"validation"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_kind_changed_at", b"_kind_changed_at", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "finish_reason", b"finish_reason", "is_final", b"is_final", "is_keep_alive", b"is_keep_alive", "is_sequence_final", b"is_sequence_final", "kind_changed_at", b"kind_changed_at", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "matched_stop_word", b"matched_stop_word", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "receipt", b"receipt", "receipt_lengths", b"receipt_lengths", "request_id", b"request_id", "sequence_index", b"sequence_index", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids", "token_offset", b"token_offset", "usage", b"usage", "validation", b"validation"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob"]) -> typing.Literal["cumulative_log_prob"] | None: ...
     @typing.overload

@@ -60,7 +60,7 @@ global___JournalRequest = JournalRequest
 
 @typing.final
 class KeptRequest(google.protobuf.message.Message):
-    """An ended request that is kept as a document (keep_s). Both fields are sealed (see JournalTransaction), as in the
+    """An ended request that is kept as a document (keep_s), or encrypted (--receipts payload). Both fields are sealed (see JournalTransaction), as in the
     journal.
     """
 
@@ -99,6 +99,7 @@ class JournalCommit(google.protobuf.message.Message):
     FINISHED_FIELD_NUMBER: builtins.int
     BEAM_STEPS_FIELD_NUMBER: builtins.int
     KINDS_FIELD_NUMBER: builtins.int
+    LINKS_FIELD_NUMBER: builtins.int
     @property
     def requests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -117,6 +118,8 @@ class JournalCommit(google.protobuf.message.Message):
     def beam_steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JournalBeamStep]: ...
     @property
     def kinds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JournalKind]: ...
+    @property
+    def links(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JournalLink]: ...
     def __init__(
         self,
         *,
@@ -129,10 +132,40 @@ class JournalCommit(google.protobuf.message.Message):
         finished: collections.abc.Iterable[global___JournalFinish] | None = ...,
         beam_steps: collections.abc.Iterable[global___JournalBeamStep] | None = ...,
         kinds: collections.abc.Iterable[global___JournalKind] | None = ...,
+        links: collections.abc.Iterable[global___JournalLink] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["beam_steps", b"beam_steps", "finished", b"finished", "kinds", b"kinds", "num_tokens", b"num_tokens", "outputs", b"outputs", "requests", b"requests", "sequence_ends", b"sequence_ends", "sequence_indices", b"sequence_indices", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["beam_steps", b"beam_steps", "finished", b"finished", "kinds", b"kinds", "links", b"links", "num_tokens", b"num_tokens", "outputs", b"outputs", "requests", b"requests", "sequence_ends", b"sequence_ends", "sequence_indices", b"sequence_indices", "token_ids", b"token_ids"]) -> None: ...
 
 global___JournalCommit = JournalCommit
+
+@typing.final
+class JournalLink(google.protobuf.message.Message):
+    """A link of the chain over a sequence's tokens (ReceiptSequence.links), written with the commit of its last token. A
+    reader computes the chain again: tokens whose link is missing or differs were changed, and are computed again.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    SEQUENCE_INDEX_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    request: builtins.int
+    sequence_index: builtins.int
+    num_tokens: builtins.int
+    """Number of the sequence's tokens up to and including this link; a multiple of 64."""
+    digest: builtins.bytes
+    def __init__(
+        self,
+        *,
+        request: builtins.int = ...,
+        sequence_index: builtins.int = ...,
+        num_tokens: builtins.int = ...,
+        digest: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "num_tokens", b"num_tokens", "request", b"request", "sequence_index", b"sequence_index"]) -> None: ...
+
+global___JournalLink = JournalLink
 
 @typing.final
 class JournalKind(google.protobuf.message.Message):

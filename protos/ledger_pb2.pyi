@@ -9,6 +9,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
 import protos.generation_pb2
+import protos.receipts_pb2
 import typing
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
@@ -27,6 +28,7 @@ class LedgerEntry(google.protobuf.message.Message):
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
+    RECEIPT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """The id by which the scheduler knows the request; if the client is authenticated, it ends with a suffix that is
     unique to the client.
@@ -43,6 +45,10 @@ class LedgerEntry(google.protobuf.message.Message):
     completion_tokens: builtins.int
     finish_reason: protos.generation_pb2.FinishReason.ValueType
     """Finish reason of the first sequence."""
+    @property
+    def receipt(self) -> protos.receipts_pb2.Receipt:
+        """Without its nonce. Unset if the scheduler made no receipts."""
+
     def __init__(
         self,
         *,
@@ -56,8 +62,10 @@ class LedgerEntry(google.protobuf.message.Message):
         cached_tokens: builtins.int = ...,
         completion_tokens: builtins.int = ...,
         finish_reason: protos.generation_pb2.FinishReason.ValueType = ...,
+        receipt: protos.receipts_pb2.Receipt | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arrival_unix_ns", b"arrival_unix_ns", "cached_tokens", b"cached_tokens", "client_id", b"client_id", "completion_tokens", b"completion_tokens", "finish_reason", b"finish_reason", "finished_unix_ns", b"finished_unix_ns", "lora", b"lora", "model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["receipt", b"receipt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["arrival_unix_ns", b"arrival_unix_ns", "cached_tokens", b"cached_tokens", "client_id", b"client_id", "completion_tokens", b"completion_tokens", "finish_reason", b"finish_reason", "finished_unix_ns", b"finished_unix_ns", "lora", b"lora", "model", b"model", "prompt_tokens", b"prompt_tokens", "receipt", b"receipt", "request_id", b"request_id"]) -> None: ...
 
 global___LedgerEntry = LedgerEntry
 

@@ -82,6 +82,7 @@ class ModelInfo(google.protobuf.message.Message):
     HIDDEN_SIZE_FIELD_NUMBER: builtins.int
     NUM_LAYERS_FIELD_NUMBER: builtins.int
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: builtins.int
+    TEMPLATE_FINGERPRINT_FIELD_NUMBER: builtins.int
     model: builtins.str
     architecture: builtins.str
     """For example `llama`, as in the model folder's config."""
@@ -96,6 +97,8 @@ class ModelInfo(google.protobuf.message.Message):
     num_layers: builtins.int
     tokenizer_fingerprint: builtins.str
     """Identifies the tokenizer, with its special tokens and end ids."""
+    template_fingerprint: builtins.str
+    """Identifies the chat templates of this router."""
     @property
     def end_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -117,9 +120,10 @@ class ModelInfo(google.protobuf.message.Message):
         hidden_size: builtins.int = ...,
         num_layers: builtins.int = ...,
         tokenizer_fingerprint: builtins.str = ...,
+        template_fingerprint: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_pad_id", b"_pad_id", "pad_id", b"pad_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_pad_id", b"_pad_id", "architecture", b"architecture", "end_ids", b"end_ids", "features", b"features", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "hidden_size", b"hidden_size", "max_sequence_length", b"max_sequence_length", "model", b"model", "num_layers", b"num_layers", "pad_id", b"pad_id", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_pad_id", b"_pad_id", "architecture", b"architecture", "end_ids", b"end_ids", "features", b"features", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "hidden_size", b"hidden_size", "max_sequence_length", b"max_sequence_length", "model", b"model", "num_layers", b"num_layers", "pad_id", b"pad_id", "template_fingerprint", b"template_fingerprint", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_pad_id", b"_pad_id"]) -> typing.Literal["pad_id"] | None: ...
 
 global___ModelInfo = ModelInfo

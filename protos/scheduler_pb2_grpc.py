@@ -7,6 +7,7 @@ from protos import documents_pb2 as protos_dot_documents__pb2
 from protos import frames_pb2 as protos_dot_frames__pb2
 from protos import ledger_pb2 as protos_dot_ledger__pb2
 from protos import loads_pb2 as protos_dot_loads__pb2
+from protos import receipts_pb2 as protos_dot_receipts__pb2
 from protos import scheduler_pb2 as protos_dot_scheduler__pb2
 from protos import stats_pb2 as protos_dot_stats__pb2
 from protos import status_pb2 as protos_dot_status__pb2
@@ -69,6 +70,16 @@ class SchedulerStub(object):
                 '/midstream.v1.Scheduler/GetLedger',
                 request_serializer=protos_dot_ledger__pb2.GetLedgerRequest.SerializeToString,
                 response_deserializer=protos_dot_ledger__pb2.GetLedgerResponse.FromString,
+                _registered_method=True)
+        self.GetReceipt = channel.unary_unary(
+                '/midstream.v1.Scheduler/GetReceipt',
+                request_serializer=protos_dot_receipts__pb2.GetReceiptRequest.SerializeToString,
+                response_deserializer=protos_dot_receipts__pb2.GetReceiptResponse.FromString,
+                _registered_method=True)
+        self.ListReceiptKeys = channel.unary_unary(
+                '/midstream.v1.Scheduler/ListReceiptKeys',
+                request_serializer=protos_dot_receipts__pb2.ListReceiptKeysRequest.SerializeToString,
+                response_deserializer=protos_dot_receipts__pb2.ListReceiptKeysResponse.FromString,
                 _registered_method=True)
         self.DeleteRequest = channel.unary_unary(
                 '/midstream.v1.Scheduler/DeleteRequest',
@@ -201,6 +212,19 @@ class SchedulerServicer(object):
     def GetLedger(self, request, context):
         """Returns the usage of ended requests, in the order in which they ended.
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetReceipt(self, request, context):
+        """Returns the receipt of an ended request, for as long as the ledger keeps its entry. NOT_FOUND if there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListReceiptKeys(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -343,6 +367,16 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.GetLedger,
                     request_deserializer=protos_dot_ledger__pb2.GetLedgerRequest.FromString,
                     response_serializer=protos_dot_ledger__pb2.GetLedgerResponse.SerializeToString,
+            ),
+            'GetReceipt': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetReceipt,
+                    request_deserializer=protos_dot_receipts__pb2.GetReceiptRequest.FromString,
+                    response_serializer=protos_dot_receipts__pb2.GetReceiptResponse.SerializeToString,
+            ),
+            'ListReceiptKeys': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListReceiptKeys,
+                    request_deserializer=protos_dot_receipts__pb2.ListReceiptKeysRequest.FromString,
+                    response_serializer=protos_dot_receipts__pb2.ListReceiptKeysResponse.SerializeToString,
             ),
             'DeleteRequest': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteRequest,
@@ -592,6 +626,60 @@ class Scheduler(object):
             '/midstream.v1.Scheduler/GetLedger',
             protos_dot_ledger__pb2.GetLedgerRequest.SerializeToString,
             protos_dot_ledger__pb2.GetLedgerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetReceipt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Scheduler/GetReceipt',
+            protos_dot_receipts__pb2.GetReceiptRequest.SerializeToString,
+            protos_dot_receipts__pb2.GetReceiptResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListReceiptKeys(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Scheduler/ListReceiptKeys',
+            protos_dot_receipts__pb2.ListReceiptKeysRequest.SerializeToString,
+            protos_dot_receipts__pb2.ListReceiptKeysResponse.FromString,
             options,
             channel_credentials,
             insecure,

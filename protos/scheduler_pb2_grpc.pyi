@@ -11,6 +11,7 @@ import protos.documents_pb2
 import protos.frames_pb2
 import protos.ledger_pb2
 import protos.loads_pb2
+import protos.receipts_pb2
 import protos.scheduler_pb2
 import protos.stats_pb2
 import protos.status_pb2
@@ -66,6 +67,17 @@ class SchedulerStub:
         protos.ledger_pb2.GetLedgerResponse,
     ]
     """Returns the usage of ended requests, in the order in which they ended."""
+
+    GetReceipt: grpc.UnaryUnaryMultiCallable[
+        protos.receipts_pb2.GetReceiptRequest,
+        protos.receipts_pb2.GetReceiptResponse,
+    ]
+    """Returns the receipt of an ended request, for as long as the ledger keeps its entry. NOT_FOUND if there is none."""
+
+    ListReceiptKeys: grpc.UnaryUnaryMultiCallable[
+        protos.receipts_pb2.ListReceiptKeysRequest,
+        protos.receipts_pb2.ListReceiptKeysResponse,
+    ]
 
     DeleteRequest: grpc.UnaryUnaryMultiCallable[
         protos.scheduler_pb2.DeleteRequestRequest,
@@ -198,6 +210,17 @@ class SchedulerAsyncStub:
         protos.ledger_pb2.GetLedgerResponse,
     ]
     """Returns the usage of ended requests, in the order in which they ended."""
+
+    GetReceipt: grpc.aio.UnaryUnaryMultiCallable[
+        protos.receipts_pb2.GetReceiptRequest,
+        protos.receipts_pb2.GetReceiptResponse,
+    ]
+    """Returns the receipt of an ended request, for as long as the ledger keeps its entry. NOT_FOUND if there is none."""
+
+    ListReceiptKeys: grpc.aio.UnaryUnaryMultiCallable[
+        protos.receipts_pb2.ListReceiptKeysRequest,
+        protos.receipts_pb2.ListReceiptKeysResponse,
+    ]
 
     DeleteRequest: grpc.aio.UnaryUnaryMultiCallable[
         protos.scheduler_pb2.DeleteRequestRequest,
@@ -342,6 +365,21 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[protos.ledger_pb2.GetLedgerResponse, collections.abc.Awaitable[protos.ledger_pb2.GetLedgerResponse]]:
         """Returns the usage of ended requests, in the order in which they ended."""
+
+    @abc.abstractmethod
+    def GetReceipt(
+        self,
+        request: protos.receipts_pb2.GetReceiptRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.receipts_pb2.GetReceiptResponse, collections.abc.Awaitable[protos.receipts_pb2.GetReceiptResponse]]:
+        """Returns the receipt of an ended request, for as long as the ledger keeps its entry. NOT_FOUND if there is none."""
+
+    @abc.abstractmethod
+    def ListReceiptKeys(
+        self,
+        request: protos.receipts_pb2.ListReceiptKeysRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.receipts_pb2.ListReceiptKeysResponse, collections.abc.Awaitable[protos.receipts_pb2.ListReceiptKeysResponse]]: ...
 
     @abc.abstractmethod
     def DeleteRequest(

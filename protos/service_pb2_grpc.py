@@ -5,6 +5,7 @@ import warnings
 
 from protos import generation_pb2 as protos_dot_generation__pb2
 from protos import loads_pb2 as protos_dot_loads__pb2
+from protos import receipts_pb2 as protos_dot_receipts__pb2
 from protos import service_pb2 as protos_dot_service__pb2
 from protos import stats_pb2 as protos_dot_stats__pb2
 from protos import status_pb2 as protos_dot_status__pb2
@@ -52,6 +53,16 @@ class MidstreamStub(object):
                 '/midstream.v1.Midstream/Abort',
                 request_serializer=protos_dot_loads__pb2.AbortRequest.SerializeToString,
                 response_deserializer=protos_dot_loads__pb2.AbortResponse.FromString,
+                _registered_method=True)
+        self.GetReceipt = channel.unary_unary(
+                '/midstream.v1.Midstream/GetReceipt',
+                request_serializer=protos_dot_receipts__pb2.GetReceiptRequest.SerializeToString,
+                response_deserializer=protos_dot_receipts__pb2.GetReceiptResponse.FromString,
+                _registered_method=True)
+        self.ListReceiptKeys = channel.unary_unary(
+                '/midstream.v1.Midstream/ListReceiptKeys',
+                request_serializer=protos_dot_receipts__pb2.ListReceiptKeysRequest.SerializeToString,
+                response_deserializer=protos_dot_receipts__pb2.ListReceiptKeysResponse.FromString,
                 _registered_method=True)
         self.Embed = channel.unary_unary(
                 '/midstream.v1.Midstream/Embed',
@@ -131,6 +142,20 @@ class MidstreamServicer(object):
 
     def Abort(self, request, context):
         """Ends a request with finish reason `abort`. Aborting a finished request changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetReceipt(self, request, context):
+        """Returns the receipt of an ended request of the caller. NOT_FOUND if there is none, or the request has not ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListReceiptKeys(self, request, context):
+        """Returns the public keys of all receipts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -224,6 +249,16 @@ def add_MidstreamServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=protos_dot_loads__pb2.AbortRequest.FromString,
                     response_serializer=protos_dot_loads__pb2.AbortResponse.SerializeToString,
+            ),
+            'GetReceipt': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetReceipt,
+                    request_deserializer=protos_dot_receipts__pb2.GetReceiptRequest.FromString,
+                    response_serializer=protos_dot_receipts__pb2.GetReceiptResponse.SerializeToString,
+            ),
+            'ListReceiptKeys': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListReceiptKeys,
+                    request_deserializer=protos_dot_receipts__pb2.ListReceiptKeysRequest.FromString,
+                    response_serializer=protos_dot_receipts__pb2.ListReceiptKeysResponse.SerializeToString,
             ),
             'Embed': grpc.unary_unary_rpc_method_handler(
                     servicer.Embed,
@@ -362,6 +397,60 @@ class Midstream(object):
             '/midstream.v1.Midstream/Abort',
             protos_dot_loads__pb2.AbortRequest.SerializeToString,
             protos_dot_loads__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetReceipt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Midstream/GetReceipt',
+            protos_dot_receipts__pb2.GetReceiptRequest.SerializeToString,
+            protos_dot_receipts__pb2.GetReceiptResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListReceiptKeys(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Midstream/ListReceiptKeys',
+            protos_dot_receipts__pb2.ListReceiptKeysRequest.SerializeToString,
+            protos_dot_receipts__pb2.ListReceiptKeysResponse.FromString,
             options,
             channel_credentials,
             insecure,

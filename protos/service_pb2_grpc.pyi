@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import protos.generation_pb2
 import protos.loads_pb2
+import protos.receipts_pb2
 import protos.service_pb2
 import protos.stats_pb2
 import protos.status_pb2
@@ -44,6 +45,18 @@ class MidstreamStub:
         protos.loads_pb2.AbortResponse,
     ]
     """Ends a request with finish reason `abort`. Aborting a finished request changes nothing."""
+
+    GetReceipt: grpc.UnaryUnaryMultiCallable[
+        protos.receipts_pb2.GetReceiptRequest,
+        protos.receipts_pb2.GetReceiptResponse,
+    ]
+    """Returns the receipt of an ended request of the caller. NOT_FOUND if there is none, or the request has not ended."""
+
+    ListReceiptKeys: grpc.UnaryUnaryMultiCallable[
+        protos.receipts_pb2.ListReceiptKeysRequest,
+        protos.receipts_pb2.ListReceiptKeysResponse,
+    ]
+    """Returns the public keys of all receipts."""
 
     Embed: grpc.UnaryUnaryMultiCallable[
         protos.service_pb2.EmbedRequest,
@@ -128,6 +141,18 @@ class MidstreamAsyncStub:
         protos.loads_pb2.AbortResponse,
     ]
     """Ends a request with finish reason `abort`. Aborting a finished request changes nothing."""
+
+    GetReceipt: grpc.aio.UnaryUnaryMultiCallable[
+        protos.receipts_pb2.GetReceiptRequest,
+        protos.receipts_pb2.GetReceiptResponse,
+    ]
+    """Returns the receipt of an ended request of the caller. NOT_FOUND if there is none, or the request has not ended."""
+
+    ListReceiptKeys: grpc.aio.UnaryUnaryMultiCallable[
+        protos.receipts_pb2.ListReceiptKeysRequest,
+        protos.receipts_pb2.ListReceiptKeysResponse,
+    ]
+    """Returns the public keys of all receipts."""
 
     Embed: grpc.aio.UnaryUnaryMultiCallable[
         protos.service_pb2.EmbedRequest,
@@ -218,6 +243,22 @@ class MidstreamServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[protos.loads_pb2.AbortResponse, collections.abc.Awaitable[protos.loads_pb2.AbortResponse]]:
         """Ends a request with finish reason `abort`. Aborting a finished request changes nothing."""
+
+    @abc.abstractmethod
+    def GetReceipt(
+        self,
+        request: protos.receipts_pb2.GetReceiptRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.receipts_pb2.GetReceiptResponse, collections.abc.Awaitable[protos.receipts_pb2.GetReceiptResponse]]:
+        """Returns the receipt of an ended request of the caller. NOT_FOUND if there is none, or the request has not ended."""
+
+    @abc.abstractmethod
+    def ListReceiptKeys(
+        self,
+        request: protos.receipts_pb2.ListReceiptKeysRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.receipts_pb2.ListReceiptKeysResponse, collections.abc.Awaitable[protos.receipts_pb2.ListReceiptKeysResponse]]:
+        """Returns the public keys of all receipts."""
 
     @abc.abstractmethod
     def Embed(

@@ -51,6 +51,7 @@ from router.protocols.embeddings.app import EmbeddingsApi
 from router.protocols.http_server import HostCheckedApp, HttpPort, for_pages
 from router.protocols.ledger import ledger_route
 from router.protocols.openai.app import OpenAiApi
+from router.protocols.receipts import receipt_routes
 from router.protocols.responses.app import ResponsesApi
 from router.status import StatusFeed
 
@@ -162,6 +163,7 @@ async def serve(config: RouterConfig) -> None:
         *ResponsesApi(front, bodies, chat, kept, config.response_ttl_s).routes(),
         *batches.routes,
         ledger_route(cells),
+        *receipt_routes(runner.receipts),
         *dashboard_routes(status),
         *page_routes(),
     ]

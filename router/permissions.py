@@ -35,6 +35,8 @@ _METHODS = {
         "Generate": _GENERATE,
         "Resume": _GENERATE,
         "Abort": _GENERATE,
+        "GetReceipt": _GENERATE,
+        "ListReceiptKeys": _ANY,
         "Embed": _GENERATE,
         "GetModelInfo": _ANY,
         "GetServerInfo": _OBSERVE,
@@ -76,6 +78,7 @@ _METHODS = {
 _GRPC = {prefix + name: roles for prefix, methods in _METHODS.items() for name, roles in methods.items()}
 _HTTP = (
     ("/v1/models", _ANY),
+    ("/v1/receipts/keys", _ANY),
     ("/openapi.json", _ANY),
     ("/version", _ANY),
     ("/v1/", _GENERATE),

@@ -17,7 +17,7 @@ from midstream.chunk import Chunk
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from midstream.rpc.errors import error_from_rpc
 from protos import generation_pb2 as pb
-from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
+from protos import loads_pb2, receipts_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
 from router.authentication import current_caller
 from router.permissions import Role
 from router.pipeline.cells import Cell
@@ -54,8 +54,13 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         self, request: pb.GenerateRequest, context: ServicerContext[Any, Any]
     ) -> None:
         """Run a request and stream its output."""
-        if request.attachment:
-            raise InvalidArgumentError("must not be set by clients", field="attachment")
+        for field, is_set in (
+            ("attachment", request.attachment),
+            ("receipt_nonce", request.receipt_nonce),
+            ("template_fingerprint", request.template_fingerprint),
+        ):
+            if is_set:
+                raise InvalidArgumentError("must not be set by clients", field=field)
         key = key_of(context.invocation_metadata() or ())
         if key:
             make_repeatable(request, request_id_of(key, "Generate"))
@@ -76,6 +81,24 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
 
     async def Abort(self, request: loads_pb2.AbortRequest, context: object) -> loads_pb2.AbortResponse:
         return loads_pb2.AbortResponse(was_running=await self._front.abort(request.request_id))
+
+    async def GetReceipt(
+        self, request: receipts_pb2.GetReceiptRequest, context: object
+    ) -> receipts_pb2.GetReceiptResponse:
+        """Return the receipt of a request of the caller."""
+        if not request.request_id:
+            raise InvalidArgumentError("must be set", field="request_id")
+        return await self._front.runner.receipts.get(
+            current_caller.get().scope(request.request_id),
+            request.num_tokens,
+            include_request=request.include_request,
+            include_outputs=request.include_outputs,
+        )
+
+    async def ListReceiptKeys(
+        self, request: receipts_pb2.ListReceiptKeysRequest, context: object
+    ) -> receipts_pb2.ListReceiptKeysResponse:
+        return receipts_pb2.ListReceiptKeysResponse(keys=await self._front.runner.receipts.keys())
 
     async def Embed(
         self, request: service_pb2.EmbedRequest, context: ServicerContext[Any, Any]

@@ -17,6 +17,7 @@ from midstream.rpc.errors import Admit
 from midstream.rpc.frames import FrameServer
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
+from midstream.security.payload_keys import PayloadKeys
 from midstream.security.peer_names import PeerNames, admit_peers
 from midstream.security.tls import Tls
 from midstream.telemetry import HttpServer, Metrics
@@ -32,6 +33,8 @@ from scheduler.edge.kept_requests import KeptRequests
 from scheduler.edge.ledger import Ledger
 from scheduler.edge.lora_registry import Adapters
 from scheduler.edge.metrics import SchedulerCollector
+from scheduler.edge.payloads import Payloads
+from scheduler.edge.receipts import KeyFolder, Receipts
 from scheduler.edge.request_log import log_requests
 from scheduler.edge.servicer import SchedulerServicer
 from scheduler.edge.traces import RequestTraces
@@ -71,6 +74,8 @@ class SchedulerService:
         OSError if a port is taken.
         """
         check(config)
+        self._payload_keys = _payload_keys(config)
+        self._receipt_keys = _receipt_keys(config)  # before the sockets are opened, since it may fail
         self.config = config
         model = model or open_model_folder(config.model)
         name = config.served_model_name
@@ -113,6 +118,7 @@ class SchedulerService:
         self.http_port = self._http.port
         self._tasks: list[asyncio.Task[None]] = []
         self._kept: KeptRequests | None = None
+        self._payloads: Payloads | None = None
         self._ledger: Ledger | None = None
         self._recorder: Recorder | None = None
         self._tracer = Tracer.from_config(config, "scheduler")
@@ -162,7 +168,13 @@ class SchedulerService:
         self.engine.recover(contents.requests)
         self.metrics.registry.register(SchedulerCollector(core, self.dispatcher, self.journal, images))
         kept = KeptRequests(self.journal.documents, self.engine, self.limits, self.model.fingerprint)
-        ledger = self._open_ledger(contents.requests)
+        receipts = None
+        if self._receipt_keys is not None:
+            receipts = Receipts(self._receipt_keys, self.journal.documents, self.engine, kept)
+        if self._payload_keys is not None:
+            documents, ttl_s = self.journal.documents, self.config.payload_ttl_s
+            self._payloads = Payloads(self._payload_keys, documents, self.engine, kept, ttl_s=ttl_s)
+        ledger = self._open_ledger(contents.requests, receipts)
         self._kept, self._ledger = kept, ledger
         servicer = SchedulerServicer(
             self.engine,
@@ -170,6 +182,8 @@ class SchedulerService:
             images,
             kept,
             ledger,
+            receipts,
+            self._payloads,
             self.journal.documents,
             model=self.model,
             limits=self.limits,
@@ -201,14 +215,14 @@ class SchedulerService:
     def _not_ready(self) -> list[str]:
         return [problem for problem in self.progress.problems() if problem != _STANDBY]
 
-    def _open_ledger(self, recovered: Sequence[Recovered]) -> Ledger | None:
+    def _open_ledger(self, recovered: Sequence[Recovered], receipts: Receipts | None) -> Ledger | None:
         if not self.config.ledger_ttl_s:
             return None
         known = self.engine.core.lifecycle.requests
         ids = [event.spec.request_id for event in recovered if event.finish is not None]
         ended = [known[request_id] for request_id in ids if request_id in known]
         documents, ttl_s = self.journal.documents, self.config.ledger_ttl_s
-        ledger = Ledger(documents, self.engine, ended, ttl_s=ttl_s, model=self.model.name)
+        ledger = Ledger(documents, self.engine, ended, ttl_s=ttl_s, model=self.model.name, receipts=receipts)
         self._tasks.append(asyncio.create_task(ledger.run(), name="ledger"))
         return ledger
 
@@ -271,6 +285,8 @@ class SchedulerService:
             await asyncio.wait((task,))
         if self._kept is not None:
             await self._kept.close()
+        if self._payloads is not None:
+            await self._payloads.close()
         if self._ledger is not None:
             await self._ledger.close()
         self.engine.close()
@@ -327,6 +343,25 @@ def _admit(config: SchedulerConfig) -> Admit | None:
         f"/{SERVICE_NAME}/GetLoads": both,
     }
     return admit_peers(config, lambda method: others.get(method, routers))
+
+
+def _receipt_keys(config: SchedulerConfig) -> KeyFolder | None:
+    if config.receipts == "off":
+        return None
+    folder = Path(config.receipt_keys).expanduser() if config.receipt_keys else midstream_home() / "receipts"
+    return KeyFolder(folder, is_default=not config.receipt_keys)
+
+
+def _payload_keys(config: SchedulerConfig) -> PayloadKeys | None:
+    if config.receipts != "payload":
+        if config.payload_keys:
+            raise ConfigError("has no meaning unless receipts is payload; leave it out", field="payload_keys")
+        return None
+    if not config.payload_keys:
+        raise ConfigError("must be set, since receipts is payload", field="payload_keys")
+    if config.payload_ttl_s <= 0:
+        raise ConfigError(f"is {config.payload_ttl_s}; must be at least 1", field="payload_ttl_s")
+    return PayloadKeys(Path(config.payload_keys).expanduser())
 
 
 def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: int) -> CoreConfig:

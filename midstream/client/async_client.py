@@ -23,12 +23,14 @@ from midstream.client.result import Embeddings
 from midstream.client.retries import Retries, is_broken
 from midstream.client.stream import AsyncStream
 from midstream.errors import InvalidArgumentError
+from midstream.receipts.evidence import Evidence
+from midstream.receipts.jwk import ReceiptKey
 from midstream.rpc.errors import error_from_rpc
 from midstream.rpc.serving import DEFAULT_MAX_MESSAGE_BYTES, open_channel
 from midstream.rpc.target import check_target, is_local
 from midstream.security.tls import Tls
 from protos import generation_pb2 as pb
-from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
+from protos import loads_pb2, receipts_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
 
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
@@ -273,6 +275,28 @@ class AsyncClient:
         """Abort a request; return whether it was running."""
         request = loads_pb2.AbortRequest(request_id=request_id)
         return (await self._ask(lambda stub: stub.Abort(request, timeout=_CALL_TIMEOUT_S))).was_running
+
+    async def receipt(
+        self, request_id: str, *, include_request: bool = False, include_outputs: bool = False
+    ) -> Evidence:
+        """Return the receipt of an ended request, and its canonical request and its output tokens if they are asked for
+        and known.
+
+        Raises:
+            NotFoundError: There is no receipt, or the request has not ended.
+        """
+        query = receipts_pb2.GetReceiptRequest(
+            request_id=request_id, include_request=include_request, include_outputs=include_outputs
+        )
+        answer = await self._ask(lambda stub: stub.GetReceipt(query, timeout=_CALL_TIMEOUT_S))
+        outputs = [list(output.token_ids) for output in answer.outputs] if answer.outputs else None
+        return Evidence(answer.receipt, answer.request, outputs)
+
+    async def receipt_keys(self) -> tuple[ReceiptKey, ...]:
+        """Return the public keys of all receipts."""
+        query = receipts_pb2.ListReceiptKeysRequest()
+        answer = await self._ask(lambda stub: stub.ListReceiptKeys(query, timeout=_CALL_TIMEOUT_S))
+        return tuple(map(ReceiptKey.from_proto, answer.keys))
 
     async def model_info(self, model: str = "") -> ModelInfo:
         """Return information about the served model.

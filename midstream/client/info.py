@@ -33,6 +33,7 @@ class ModelInfo:
     features: frozenset[str]
     hidden_size: int
     num_layers: int
+    template_fingerprint: str = ""
 
     @staticmethod
     def from_proto(info: pb.ModelInfo) -> ModelInfo:

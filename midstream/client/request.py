@@ -44,6 +44,7 @@ class SamplingParams:
         additional_outputs: Names of further tensors; if the value is True, they are reported for the prompt as well.
         exclude_input_from_output: If False, the output begins with the prompt.
         return_all_generated_tokens: Whether each chunk carries all output so far.
+        return_receipt: Whether the result has the request's receipt.
     """
 
     max_tokens: int | None = None
@@ -84,6 +85,7 @@ class SamplingParams:
     exclude_input_from_output: bool = True
     return_perf_metrics: bool = False
     return_all_generated_tokens: bool = False
+    return_receipt: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
 

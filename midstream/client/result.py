@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage, Validation
 from midstream.extras import Extras, Tensor, join_tensors
+from protos.receipts_pb2 import Receipt
 
 
 @dataclass(slots=True)
@@ -35,12 +36,17 @@ class SequenceResult:
 
 @dataclass(slots=True)
 class Result:
-    """All sequences of a request; the properties are those of the first sequence."""
+    """All sequences of a request; the properties are those of the first sequence.
+
+    Attributes:
+        receipt: The request's receipt, if requested.
+    """
 
     request_id: str
     sequences: list[SequenceResult] = field(default_factory=lambda: [SequenceResult()])
     usage: Usage | None = None
     perf_metrics: PerfMetrics | None = None
+    receipt: Receipt | None = None
 
     @property
     def text(self) -> str:
@@ -74,7 +80,7 @@ class Result:
         if chunk.kind_changed_at is not None:
             sequence.kind_changed_at = chunk.kind_changed_at
         if chunk.is_final:
-            self.usage, self.perf_metrics = chunk.usage, chunk.perf_metrics
+            self.usage, self.perf_metrics, self.receipt = chunk.usage, chunk.perf_metrics, chunk.receipt
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,8 @@ class Client:
     stream = _streaming(AsyncClient.stream)
     embed = _blocking(AsyncClient.embed)
     abort = _blocking(AsyncClient.abort)
+    receipt = _blocking(AsyncClient.receipt)
+    receipt_keys = _blocking(AsyncClient.receipt_keys)
     model_info = _blocking(AsyncClient.model_info)
     server_info = _blocking(AsyncClient.server_info)
     loads = _blocking(AsyncClient.loads)

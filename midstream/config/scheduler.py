@@ -79,6 +79,22 @@ class SchedulerConfig(GrpcServiceConfig):
         16_777_216, "Maximum number of prompt and output tokens of finished requests to keep."
     )
     ledger_ttl_s: int = setting(90 * 24 * 3600, "Seconds that the ledger keeps a request's usage; 0: no ledger.")
+    receipts: str = setting(
+        "digests",
+        "Signed receipts of ended requests. digests: they contain only digests of request and answer, which are not "
+        "stored longer than otherwise. payload: requests and answers are stored as well, encrypted, for audits.",
+        choices=("off", "digests", "payload"),
+    )
+    receipt_keys: str = setting(
+        "",
+        "Folder with the key pairs that sign receipts, from `midstream keys --kind receipts`. Empty: receipts in "
+        "$MIDSTREAM_HOME, where a key is made if there is none.",
+    )
+    payload_keys: str = setting(
+        "",
+        "Folder with the keys that encrypt the payload, from `midstream keys --kind payload`. Required with it.",
+    )
+    payload_ttl_s: int = setting(7 * 24 * 3600, "Seconds that the payload is stored.")
     max_stored_bytes: int = setting(
         16 << 30,
         "Maximum bytes of files and batches that one client may store; without authentication, the limit for all "

@@ -174,6 +174,7 @@ class ModelFolder:
             hidden_size=self.hidden_size,
             num_layers=self.num_layers,
             tokenizer_fingerprint=self.tokenizer_fingerprint,
+            template_fingerprint=self.template_fingerprint,
         )
 
 

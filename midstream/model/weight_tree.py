@@ -3,11 +3,10 @@
 Leaves are the SHA-256 of pieces of 1 MiB; the last leaf of a file may be shorter, and an empty file has one empty leaf.
 
     leaf  = SHA-256(0x00, piece)
-    node  = SHA-256(0x01, left, right); a node without a right neighbor moves up unchanged
     file  = SHA-256(0x02, length of the name (8 bytes, little-endian), name, size (8 bytes, little-endian), its root)
     root  = the tree over the files, config.json first, then the weights by name
 
-The prefixes keep a leaf from passing for a node. The leaves are stored next to the model in midstream.tree.json, or in
+The nodes are those of midstream/merkle.py. The leaves are stored next to the model in midstream.tree.json, or in
 $MIDSTREAM_HOME/trees if the folder is read-only or in the cache of the Hub, with each file's size and times. A file
 whose size or times differ is hashed again.
 """
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from midstream.errors import ConfigError
+from midstream.merkle import merkle_root
 from midstream.model.folder import ModelFolder, midstream_home
 from midstream.model.hub import repository_of
 from midstream.model.json_file import read_json
@@ -31,8 +31,12 @@ from midstream.model.json_file import read_json
 LEAF_BYTES = 1 << 20
 _VERSION = 1
 _NAME = "midstream.tree.json"
-_LEAF, _NODE, _FILE = b"\0", b"\1", b"\2"
+_LEAF, _FILE = b"\0", b"\2"
 _HASH_BYTES = 32
+
+
+# Name, size, and times of change.
+_Facts = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,9 @@ class FileTree:
     @property
     def root(self) -> bytes:
         """The root over the leaves."""
-        return _root([self.leaves[start : start + _HASH_BYTES] for start in range(0, len(self.leaves), _HASH_BYTES)])
+        return merkle_root(
+            [self.leaves[start : start + _HASH_BYTES] for start in range(0, len(self.leaves), _HASH_BYTES)]
+        )
 
     @property
     def digest(self) -> bytes:
@@ -60,14 +66,7 @@ class FileTree:
 
 def root_of(files: Sequence[FileTree]) -> str:
     """Return the root of the tree over the files, in hexadecimal."""
-    return _root([file.digest for file in files]).hex()
-
-
-def _root(nodes: list[bytes]) -> bytes:
-    while len(nodes) > 1:
-        pairs = zip(nodes[::2], nodes[1::2], strict=False)
-        nodes = [hashlib.sha256(_NODE + left + right).digest() for left, right in pairs] + nodes[len(nodes) & ~1 :]
-    return nodes[0]
+    return merkle_root([file.digest for file in files]).hex()
 
 
 def stored_root(folder: ModelFolder) -> str:
@@ -101,8 +100,18 @@ def hash_weights(folder: ModelFolder, pace: Callable[[int], None] = lambda _: No
     interruption loses the work on one file. Raises ConfigError if a file changes meanwhile, or OSError if it cannot be
     read.
     """
+    return _hash_all(folder, _read(folder), pace)
+
+
+def verify_weights(folder: ModelFolder, pace: Callable[[int], None] = lambda _: None) -> str:
+    """Hash all files again, although their sizes and times have not changed; otherwise like `hash_weights`. A root that
+    differs from the stored one shows that a file was damaged.
+    """
+    return _hash_all(folder, {}, pace)
+
+
+def _hash_all(folder: ModelFolder, known: dict[_Facts, FileTree], pace: Callable[[int], None]) -> str:
     files = _files(folder)
-    known = _read(folder)
     for file in files:
         facts = _facts(file)
         if facts not in known:
@@ -130,9 +139,6 @@ def _hash(file: Path, pace: Callable[[int], None]) -> bytes:
             if count < LEAF_BYTES:
                 return bytes(leaves)
             pace(count)
-
-
-_Facts = tuple[str, int, int, int]
 
 
 def _facts(file: Path) -> _Facts:

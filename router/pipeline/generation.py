@@ -65,6 +65,7 @@ from router.pipeline.metrics import RouterMetrics
 from router.pipeline.output_checks import Constraints, Divide, Inspection, OutputValidator, divide_native
 from router.pipeline.prompt import PromptBuilder
 from router.pipeline.quotas import Admission, Quotas
+from router.pipeline.receipts import Receipts
 from router.pipeline.request_checks import (
     MAX_DURATION_MS,
     check_adapter_path,
@@ -171,6 +172,8 @@ class Generation:
                 await self._recover(error)
             else:
                 self._num_failures = 0
+                if chunks[-1].receipt_lengths:
+                    await self._runner.add_receipt(self.request_id, chunks[-1])
                 return chunks
 
     async def _attach(self, avoid: Attachment | None = None) -> None:
@@ -235,6 +238,7 @@ class Runner:
 
     Attributes:
         prompts: Converts requests' inputs to token ids.
+        receipts: Looks up receipts.
         readers: Counts the clients that wait for a request's output, or for a scheduler to accept it.
         adapter_root: Folder from which adapters may be loaded by path; empty if that is disabled.
     """
@@ -259,6 +263,8 @@ class Runner:
         self._aborting: set[asyncio.Task[None]] = set()
         self._wakeups = Wakeups()
         self.readers = Readers()
+        self.receipts = Receipts(cells)
+        self._template_fingerprint = model.template_fingerprint
 
     async def start(
         self,
@@ -441,6 +447,16 @@ class Runner:
             # The scheduler ends the request itself if no client is attached for a while.
             logger.warning("abort failed: %s", error, extra={"request_id": request_id})
 
+    async def add_receipt(self, request_id: str, final: Chunk) -> None:
+        """Add the request's receipt to its final chunk. If no scheduler answers, the chunk gets none, since the output
+        is complete without it; the client can still get the receipt later.
+        """
+        try:
+            final.receipt = (await self.receipts.get(request_id, final.receipt_lengths)).receipt
+        except MidstreamError as error:
+            logger.warning("cannot get the receipt: %s", error, extra={"request_id": request_id})
+        final.receipt_lengths = ()
+
     def _waker(self) -> Callable[[Waiter], None]:
         """Return the function that wakes a task that waits for output of the current caller."""
         return partial(self._wakeups.wake, current_caller.get().name)
@@ -452,6 +468,7 @@ class Runner:
 
     async def _normalize(self, request: pb.GenerateRequest, prepare: Prepare | None = None) -> None:
         """Complete the request, tokenize its input and fill unset fields, deterministically."""
+        request.template_fingerprint = self._template_fingerprint if request.WhichOneof("input") == "chat" else ""
         if prepare is not None:
             await prepare()
             await self._check(request)

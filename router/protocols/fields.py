@@ -72,6 +72,7 @@ _COMMON: Table = {
     "cache_salt": ("works", ""),
     "detached": ("works", "the request continues if its client disconnects"),
     "timeout_ms": ("works", ""),
+    "return_receipt": ("works", "adds `receipt` to the choice that ends last"),
 }
 COMPLETIONS: Table = {
     "model": ("works", "the served model, or a loaded adapter"),
@@ -246,6 +247,7 @@ MESSAGES: Table = {
     "user_profile_id": ("ignored", "applies only to Anthropic accounts"),
     "workspace_id": ("ignored", "applies only to Anthropic accounts"),
     "request_id": ("works", "extension: the id of the native request"),
+    "return_receipt": ("works", "extension: adds `receipt` to the message, or to `message_delta`"),
 }
 RESPONSES: Table = {
     "model": ("works", "the served model, or a loaded adapter"),
@@ -378,6 +380,7 @@ RESPONSES: Table = {
     "prompt": ("refused", ""),
     "context_management": ("refused", ""),
     "moderation": ("refused", ""),
+    "return_receipt": ("works", "extension: adds `receipt` to the response"),
 }
 # For each path of objects that have a type, the supported types.
 RESPONSES_TYPES: Types = {

@@ -48,6 +48,8 @@ class RequestSpec:
         keep_ns: How long it is kept after its end, beyond the usual time; used by the edge only.
         wants_log_probs: Whether log probabilities of output tokens are returned; used by the edge only.
         tokenizer_fingerprint: Identifies the tokenizer of its prompt; used by the edge only.
+        receipt_nonce: Salts the digests of its receipt; empty if it gets none. Used by the edge and the journal only.
+        contents_digest: SHA-256 of the canonical request (protos/receipts.proto); used by the edge only.
         payload: The normalized GenerateRequest, serialized; opaque to the core.
     """
 
@@ -85,6 +87,8 @@ class RequestSpec:
     keep_ns: int = 0
     wants_log_probs: bool = False
     tokenizer_fingerprint: str = ""
+    receipt_nonce: bytes = b""
+    contents_digest: bytes = b""
     payload: bytes = b""
 
     @property

@@ -61,7 +61,7 @@ class KeptRequests:
         if document is not None and not document.data:
             return None
         if request_id not in known and document is not None:
-            event = self._decode(document.data)
+            event = self.decode(document.data)
             if event is not None:
                 self._engine.recover([event])
         return known.get(request_id)
@@ -87,7 +87,7 @@ class KeptRequests:
 
     def _keep(self, request: Request, *, is_recovered: bool = False) -> None:
         if request.spec.keep_ns and not request.spec.tensor_bytes:
-            task = asyncio.create_task(self._write(request, self._encode(request), is_recovered=is_recovered))
+            task = asyncio.create_task(self._write(request, self.encode(request), is_recovered=is_recovered))
             self._writing.add(task)
             task.add_done_callback(self._writing.discard)
 
@@ -117,7 +117,8 @@ class KeptRequests:
                 logger.error("cannot keep a finished request: %s", error.message, extra=extra)
                 return
 
-    def _encode(self, request: Request) -> bytes:
+    def encode(self, request: Request) -> bytes:
+        """Return an ended request with its output, as a serialized KeptRequest."""
         clock = self._engine.clock
         stored = StoredRequest(
             1,
@@ -134,7 +135,8 @@ class KeptRequests:
             output=seal(stored.output_record(clock)),
         ).SerializeToString()
 
-    def _decode(self, data: bytes) -> Recovered | None:
+    def decode(self, data: bytes) -> Recovered | None:
+        """Return the event that restores an ended request; None if it is damaged or belongs to another model."""
         try:
             kept = journal_pb2.KeptRequest.FromString(data)
         except DecodeError:

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from midstream.errors import UnavailableError
-from protos import generation_pb2
+from protos import generation_pb2, receipts_pb2
 from protos import ledger_pb2 as pb
 from scheduler.core.request import Request
 from scheduler.edge.engine import Engine
 from scheduler.edge.feed_batch import usage_of
+from scheduler.edge.receipt_index import ReceiptIndex
+from scheduler.edge.receipts import Receipts
 from scheduler.journal.documents import Document, DocumentKey, Documents
 
 logger = logging.getLogger(__name__)
@@ -36,17 +38,27 @@ class Ledger:
     """The ledger of one scheduler."""
 
     def __init__(
-        self, documents: Documents, engine: Engine, ended: Iterable[Request], *, ttl_s: int, model: str
+        self,
+        documents: Documents,
+        engine: Engine,
+        ended: Iterable[Request],
+        *,
+        ttl_s: int,
+        model: str,
+        receipts: Receipts | None = None,
     ) -> None:
         """Create a ledger; `run` writes its entries.
 
         Args:
             ended: Requests that had ended when the journal was read; the engine reports all others.
+            receipts: Makes the entries' receipts; None if they have none.
         """
         self._documents = documents
         self._engine = engine
         self._ttl_ns = ttl_s * 1_000_000_000
         self._model = model
+        self._receipts = receipts
+        self._index = ReceiptIndex(documents, self._ttl_ns)
         self._recovered = [self._entry(request) for request in ended]
         self._waiting: dict[_Key, pb.LedgerEntry] = {}
         self._amended: dict[_Key, pb.LedgerEntry] = {}
@@ -86,6 +98,16 @@ class Ledger:
             response.entries.extend(_entries(page))
         return response
 
+    async def receipt(self, request_id: str) -> receipts_pb2.Receipt | None:
+        """Return the receipt of the last request with this id that is on a page; None if there is none."""
+        async for number in self._index.pages(request_id):
+            page = await self._documents.get(_page_key(number))
+            entries = _entries(page) if page is not None else []
+            for entry in reversed(entries):
+                if entry.request_id == request_id and entry.HasField("receipt"):
+                    return entry.receipt
+        return None
+
     def _note(self, request: Request, is_amended: bool) -> None:
         """Queue the entry of a request that has ended, or whose end was amended."""
         entry = self._entry(request)
@@ -99,7 +121,7 @@ class Ledger:
         assert end is not None
         # The accepted request is identical in every incarnation of the scheduler, so it identifies the entry.
         accepted = generation_pb2.GenerateRequest.FromString(spec.payload)
-        return pb.LedgerEntry(
+        entry = pb.LedgerEntry(
             request_id=spec.request_id,
             client_id=spec.client_id,
             model=accepted.model or self._model,
@@ -111,6 +133,13 @@ class Ledger:
             completion_tokens=usage.completion_tokens,
             finish_reason=generation_pb2.FinishReason.ValueType(end.reason),
         )
+        if self._receipts is not None and (body := self._receipts.body(request, accepted)):
+            entry.receipt.body = body
+        return entry
+
+    async def _sign(self, entries: Iterable[pb.LedgerEntry]) -> None:
+        if self._receipts is not None:
+            await self._receipts.sign([entry.receipt for entry in entries if entry.HasField("receipt")])
 
     async def _open(self) -> None:
         """Queue entries for ended requests from the journal that are not on any page.
@@ -130,7 +159,17 @@ class Ledger:
         missing = {_key(entry): entry for entry in self._recovered if _key(entry) not in known}
         self._waiting = missing | self._waiting
         self._recovered = []
+        await self._fill_index()
         self._is_open = True
+
+    async def _fill_index(self) -> None:
+        if self._receipts is None:
+            return
+        after = _page_key(await self._index.covered())
+        while pages := await self._documents.list(_KIND, owner="", after=after, limit=_NUM_PAGES):
+            for page in pages:
+                await self._index.add(int(page.key.id), _with_receipts(_entries(page)))
+            after = pages[-1].key
 
     async def _flush(self) -> None:
         """Write the queued entries; keep them queued if that fails.
@@ -141,13 +180,16 @@ class Ledger:
         while self._page is not None or self._waiting:
             if self._page is None:
                 self._last_id = max(self._engine.now_ns(), self._last_id + 1)
-                self._page = DocumentKey("", _KIND, f"{self._last_id:020d}"), self._waiting
+                self._page = _page_key(self._last_id), self._waiting
                 self._waiting = {}
             key, entries = self._page
+            await self._sign(entries.values())
             data = pb.LedgerPage(entries=entries.values()).SerializeToString()
             await self._documents.put(key, data, expires_ns=int(key.id) + self._ttl_ns, if_version=0)
+            await self._index.add(int(key.id), _with_receipts(entries.values()))
             self._page = None
         for amended, entry in list(self._amended.items()):
+            await self._sign([entry])
             await self._amend(amended, entry)
             if self._amended[amended] is entry:
                 del self._amended[amended]
@@ -170,6 +212,14 @@ class Ledger:
     async def _pages(self, after: str) -> list[Document]:
         place = DocumentKey("", _KIND, after) if after else None
         return await self._documents.list(_KIND, owner="", after=place, limit=_NUM_PAGES)
+
+
+def _page_key(number: int) -> DocumentKey:
+    return DocumentKey("", _KIND, f"{number:020d}")
+
+
+def _with_receipts(entries: Iterable[pb.LedgerEntry]) -> Iterator[str]:
+    return (entry.request_id for entry in entries if entry.HasField("receipt"))
 
 
 def _entries(page: Document) -> list[pb.LedgerEntry]:

@@ -19,6 +19,7 @@ from protos import (
     generation_pb2,
     ledger_pb2,
     loads_pb2,
+    receipts_pb2,
     scheduler_pb2,
     scheduler_pb2_grpc,
     stats_pb2,
@@ -35,6 +36,8 @@ from scheduler.edge.kept_requests import KeptRequests
 from scheduler.edge.ledger import Ledger
 from scheduler.edge.lora_registry import Adapters
 from scheduler.edge.metrics import used_loras
+from scheduler.edge.payloads import Payloads
+from scheduler.edge.receipts import Receipts
 from scheduler.edge.status import CellStatusReport, detokenizer_infos
 from scheduler.edge.submissions import Submissions
 from scheduler.journal import LoadedAdapter
@@ -60,6 +63,8 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         images: Images,
         kept: KeptRequests,
         ledger: Ledger | None,
+        receipts: Receipts | None,
+        payloads: Payloads | None,
         documents: Documents,
         *,
         model: ModelFolder,
@@ -74,6 +79,8 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         Args:
             kept: Ended requests that are kept for a long time.
             ledger: Usage of ended requests; None if it is off.
+            receipts: Receipts of ended requests; None if they are off.
+            payloads: Requests and answers that are stored for audits; None if they are not.
             documents: Where routers store files and batches.
             policies: Names of the capacity policy, the batching type and the journal, for GetServerInfo.
             max_stored_bytes: Maximum bytes of documents that one owner may store.
@@ -86,6 +93,8 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         self._images = images
         self._kept = kept
         self._ledger = ledger
+        self._receipts = receipts
+        self._payloads = payloads
         self._model = model
         self._limits = limits
         self._cell = cell
@@ -117,13 +126,13 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         """
         if request.keep_s or request.HasField("lora") or request.HasField("prompt_tuning"):
             return False
-        _check_id(request)
+        self._prepare(request)
         self._engine.submit(spec_from_proto(request, self._limits, *self._times(request)), on_committed)
         return True
 
     async def submit(self, request: generation_pb2.GenerateRequest, on_committed: Callable[[Accepted], None]) -> None:
         """Accept any request; otherwise like `submit_now`."""
-        _check_id(request)
+        self._prepare(request)
         if request.keep_s:
             await self._kept.find(request.request_id)
         if request.request_id not in self._engine.core.lifecycle.requests:
@@ -134,6 +143,17 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         else:
             spec = spec_from_proto(*arguments)
         self._engine.submit(spec, on_committed)
+
+    def _prepare(self, request: generation_pb2.GenerateRequest) -> None:
+        """Set the nonce of the request's receipt. Raises MidstreamError if the request has no id, or asks for a receipt
+        while they are off.
+        """
+        if not request.request_id:
+            raise InvalidArgumentError("must not be empty", field="request_id")
+        if self._receipts is not None:
+            request.receipt_nonce = self._receipts.new_nonce()
+        elif request.HasField("output") and request.output.return_receipt:
+            raise UnsupportedError("this scheduler makes no receipts (--receipts off)", field="output.return_receipt")
 
     def _times(self, request: generation_pb2.GenerateRequest) -> tuple[int, int]:
         """Return the current time, and the time at which the request arrived at the router."""
@@ -195,6 +215,30 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         if self._ledger is None:
             raise UnsupportedError("this scheduler keeps no ledger (--ledger-ttl-s 0)")
         return await self._ledger.read(request.after)
+
+    async def GetReceipt(
+        self, request: receipts_pb2.GetReceiptRequest, context: object
+    ) -> receipts_pb2.GetReceiptResponse:
+        """Return the receipt of a known request, or the one in the ledger."""
+        if self._receipts is None:
+            raise UnsupportedError("this scheduler makes no receipts (--receipts off)")
+        found = await self._receipts.find(request)
+        if found is not None:
+            return found
+        stored = await self._ledger.receipt(request.request_id) if self._ledger is not None else None
+        if stored is None:
+            raise NotFoundError(f"no request {request.request_id[:128]!r} is known here")
+        response = receipts_pb2.GetReceiptResponse(receipt=stored)
+        if self._payloads is not None:
+            await self._payloads.fill(response, request)
+        return response
+
+    async def ListReceiptKeys(
+        self, request: receipts_pb2.ListReceiptKeysRequest, context: object
+    ) -> receipts_pb2.ListReceiptKeysResponse:
+        if self._receipts is None:
+            raise UnsupportedError("this scheduler makes no receipts (--receipts off)")
+        return receipts_pb2.ListReceiptKeysResponse(keys=await self._receipts.keys())
 
     async def TokenFeed(self, request_iterator: Commands, context: object) -> AsyncIterator[scheduler_pb2.FeedBatch]:
         """Send tokens to one detokenizer until it disconnects."""
@@ -336,11 +380,6 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
 
     async def ListLoras(self, request: loads_pb2.ListLorasRequest, context: object) -> loads_pb2.ListLorasResponse:
         return loads_pb2.ListLorasResponse(loras=map(_lora_info, self._adapters.loaded()))
-
-
-def _check_id(request: generation_pb2.GenerateRequest) -> None:
-    if not request.request_id:
-        raise InvalidArgumentError("must not be empty", field="request_id")
 
 
 def _lora_info(adapter: LoadedAdapter) -> loads_pb2.LoraInfo:

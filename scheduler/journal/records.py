@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from google.protobuf.message import DecodeError
 
 from midstream.clock import SteadyClock
+from midstream.receipts.digests import LINK_TOKENS, links_of, num_confirmed
 from protos import generation_pb2
 from protos import journal_pb2 as pb
 from scheduler.core.beams import BeamStep
@@ -35,6 +36,7 @@ class StoredRequest:
         is_changed: Whether commits since the last compaction have changed it.
         first_commit: Commits before this one are included in its row.
         kind: Kind of the groups that computed its output. kind_changed_at: As in Request.
+        links: The stored links of the chain over each sequence's tokens, oldest first.
     """
 
     number: int
@@ -48,6 +50,18 @@ class StoredRequest:
     first_commit: int = 0
     kind: Kind | None = None
     kind_changed_at: tuple[int, ...] = ()
+    links: dict[int, list[bytes]] = field(default_factory=dict)
+
+    @property
+    def complete_links(self) -> list[list[bytes]]:
+        """The complete links of each sequence's chain, as computed from its tokens; none if it gets no receipt."""
+        nonce = self.recovered.spec.receipt_nonce
+        if not nonce or self.beam_steps or self.recovered.spec.beam_width > 1:
+            return [[] for _ in self.outputs]
+        return [
+            links_of(nonce, index, tokens[: len(tokens) - len(tokens) % LINK_TOKENS])
+            for index, tokens in enumerate(self.outputs)
+        ]
 
     def output_record(self, clock: SteadyClock) -> bytes:
         """Return the request's output as one commit record, with its times converted from `clock`."""
@@ -62,6 +76,10 @@ class StoredRequest:
                 record.outputs.add(
                     request=self.number, sequence_index=index, token_offset=extra.token_offset, data=extra.data
                 )
+        for index, links in enumerate(self.complete_links):
+            for place, link in enumerate(links):
+                num_tokens = (place + 1) * LINK_TOKENS
+                record.links.add(request=self.number, sequence_index=index, num_tokens=num_tokens, digest=link)
         for index, end in self.ends.items():
             add_end(record, self.number, index, end)
         add_beam_steps(record, self.number, self.beam_steps)
@@ -70,6 +88,24 @@ class StoredRequest:
         if self.finish is not None:
             add_finish(record, self.number, self.finish, clock)
         return record.SerializeToString()
+
+    def drop_changed_tokens(self) -> bool:
+        """Drop tokens that were changed in the journal, so that they are computed again; return whether there were any.
+
+        A changed token changes its link. Tokens after the last complete link are protected by checksums alone.
+        """
+        nonce, was_changed = self.recovered.spec.receipt_nonce, False
+        if not nonce or self.recovered.spec.beam_width > 1:
+            return False
+        for index, tokens in enumerate(self.outputs):
+            length = num_confirmed(nonce, index, tokens, self.links.get(index, ()))
+            if length < len(tokens):
+                was_changed = True
+                del tokens[length:]
+                self.extras[index][:] = [extra for extra in self.extras[index] if extra.token_offset < length]
+                self.ends.pop(index, None)
+                self.finish = None
+        return was_changed
 
     def event(self, time_ns: int) -> Recovered:
         """Return the event that restores the request in the core."""
@@ -126,7 +162,7 @@ def add_end(record: pb.JournalCommit, number: int, index: int, end: SequenceEnd)
 
 
 def add_kind(record: pb.JournalCommit, number: int, kind: Kind, changed_at: tuple[int, ...]) -> None:
-    record.kinds.add(request=number, kind=kind_to_proto(kind, describes=False), changed_at=changed_at)
+    record.kinds.add(request=number, kind=kind_to_proto(kind), changed_at=changed_at)
 
 
 def add_beam_steps(record: pb.JournalCommit, number: int, steps: Iterable[BeamStep]) -> None:
@@ -190,6 +226,10 @@ def replay(stored: StoredJournal, limits: ModelLimits, model_fingerprint: str, c
                 result.num_damaged += 1
             request[0].first_commit = stored.first_commits.get(number, 0)
     _replay_commits(stored.commits, result, clock)
+    for item in result.requests.values():
+        if item.drop_changed_tokens():
+            item.is_changed = True
+            result.num_damaged += 1
     return result
 
 
@@ -256,6 +296,7 @@ def _apply(sealed: bytes, requests: dict[int, StoredRequest], clock: SteadyClock
         if extra.request in requests:
             output = ExtraOutput(extra.token_offset, extra.data)
             requests[extra.request].extras[extra.sequence_index].append(output)
+    _apply_links(record, requests)
     for step in record.beam_steps:
         if step.request in requests:
             requests[step.request].beam_steps.append(read_beam_step(step))
@@ -263,6 +304,12 @@ def _apply(sealed: bytes, requests: dict[int, StoredRequest], clock: SteadyClock
     _apply_kinds(record, requests, marks)
     _apply_ends(record, requests, clock, marks)
     return True
+
+
+def _apply_links(record: pb.JournalCommit, requests: dict[int, StoredRequest]) -> None:
+    for link in record.links:
+        if link.request in requests:
+            requests[link.request].links.setdefault(link.sequence_index, []).append(link.digest)
 
 
 def _apply_kinds(record: pb.JournalCommit, requests: dict[int, StoredRequest], marks: bool) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from midstream.clock import SteadyClock
+from midstream.receipts.digests import LINK_TOKENS, before_links, next_link
 from protos import journal_pb2 as pb
 from scheduler.core.beams import BeamStep
 from scheduler.core.effects import (
@@ -44,6 +45,7 @@ class Kept:
         num_beam_steps: Number of steps of its beam search.
         kind: The stored kind. kind_changed_at: As in Request.
         has_ended: Whether each sequence's end is stored. is_over: Whether the request's end is stored.
+        links: The last complete link of the chain over each sequence's tokens, once there is one; see JournalLink.
     """
 
     number: int
@@ -56,6 +58,7 @@ class Kept:
     request_bytes: int = 0
     kind: Kind | None = None
     kind_changed_at: tuple[int, ...] = ()
+    links: dict[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -179,9 +182,20 @@ class RowWriter:
         else:
             runs.tokens.extend(sequence.output[start:length])
         self._note_changed(request_id, request, kept, 4 * count)
+        if length % LINK_TOKENS < count and request.spec.receipt_nonce:
+            self._add_links(sequence, start, length, kept, record)
         if sequence.outputs:
             extras = sequence.outputs[kept.num_outputs[index] :]
             self._add_outputs(index, takewhile(lambda extra: extra.token_offset < length, extras), kept, record)
+
+    def _add_links(self, sequence: Sequence, start: int, length: int, kept: Kept, record: pb.JournalCommit) -> None:
+        """Add the links that the tokens [start, length) complete."""
+        nonce, index = sequence.request.spec.receipt_nonce, sequence.index
+        link = kept.links.get(index) or before_links(nonce, index)
+        for end in range(start - start % LINK_TOKENS + LINK_TOKENS, length + 1, LINK_TOKENS):
+            link = next_link(link, sequence.output[end - LINK_TOKENS : end])
+            record.links.add(request=kept.number, sequence_index=index, num_tokens=end, digest=link)
+        kept.links[index] = link
 
     def _add_beam_steps(self, entry: BeamsAdvanced, record: pb.JournalCommit) -> None:
         request, beams = entry.request, entry.request.beams
@@ -323,4 +337,5 @@ def kept_of(stored: StoredRequest) -> Kept:
         len(stored.recovered.spec.payload),
         stored.kind,
         stored.kind_changed_at,
+        {index: links[-1] for index, links in enumerate(stored.complete_links) if links},
     )

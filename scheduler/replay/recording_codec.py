@@ -38,7 +38,9 @@ from scheduler.wire.worker_messages import REGISTRATION_FIELDS, STEP_LISTS, deco
 _OTHER_SPEC_FIELDS = {
     "prompt", "stop_token_ids", "stop_sequences", "stop_words", "retention", "deadline_ns", "decode_duration_ns"
 }  # fmt: skip
-_UNRECORDED_SPEC_FIELDS = {"keep_ns", "wants_log_probs", "tokenizer_fingerprint", "payload"}
+_UNRECORDED_SPEC_FIELDS = {
+    "keep_ns", "wants_log_probs", "tokenizer_fingerprint", "receipt_nonce", "contents_digest", "payload"
+}  # fmt: skip
 _SPEC_FIELDS = tuple(
     item.name
     for item in dataclasses.fields(RequestSpec)

@@ -6,13 +6,13 @@ from protos import kind_pb2
 from scheduler.core.kind import Kind
 
 
-def kind_to_proto(kind: Kind, *, describes: bool = True) -> kind_pb2.WorkerKind:
-    """Return the message; without the description if it is only to be compared."""
+def kind_to_proto(kind: Kind) -> kind_pb2.WorkerKind:
+    """Return the message."""
     return kind_pb2.WorkerKind(
         model_fingerprint=kind.model_fingerprint,
         weights_root=kind.weights_root,
         arithmetic=kind.arithmetic,
-        description=kind.description if describes else "",
+        description=kind.description,
     )
 
 

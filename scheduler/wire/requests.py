@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from midstream.extras import tensor_bytes
+from midstream.receipts.digests import canonical_request
 from protos import generation_pb2 as pb
 from scheduler.core.request_spec import RequestSpec, RetentionRange
 
@@ -67,6 +68,7 @@ def spec_from_proto(
     # Few requests have these fields, so the others skip their conversion.
     retention: _Retention = _retention(request.kv_retention) if request.HasField("kv_retention") else {}
     adapters: _Adapters = {}
+    contents_digest = hashlib.sha256(canonical_request(request)).digest()
     if request.HasField("lora") or request.HasField("prompt_tuning"):
         adapters = _adapters(request, len(named))
     return RequestSpec(
@@ -95,10 +97,12 @@ def spec_from_proto(
         deadline_ns=now_ns + min(request.timeout_ms, _MAX_TIMEOUT_MS) * _NS_PER_MS
         if request.HasField("timeout_ms")
         else None,
-        digest=_digest(request),
+        digest=_digest(contents_digest, request.attachment),
+        contents_digest=contents_digest,
         keep_ns=request.keep_s * _NS_PER_S,
         wants_log_probs=has_output and request.output.HasField("log_probs"),
         tokenizer_fingerprint=request.tokenizer_fingerprint,
+        receipt_nonce=request.receipt_nonce,
         payload=request.SerializeToString(),
         **retention,
         **adapters,
@@ -183,17 +187,8 @@ def _retention_range(item: pb.KvRetentionConfig.TokenRange) -> RetentionRange:
     )
 
 
-def _digest(request: pb.GenerateRequest) -> bytes:
-    """Return a hash of the request without the fields that differ in a repeated Submit: arrival, remaining time, span,
-    the tokenizer of the router, which the first Submit decides, and resolved adapters."""
-    contents = pb.GenerateRequest()
-    contents.CopyFrom(request)
-    contents.ClearField("arrival_time_unix_ns")
-    contents.ClearField("timeout_ms")
-    contents.ClearField("trace_parent")
-    contents.ClearField("tokenizer_fingerprint")
-    if contents.HasField("lora"):
-        contents.lora.ClearField("resolved")
-    if contents.HasField("prompt_tuning") and contents.prompt_tuning.HasField("resolved"):
-        contents.prompt_tuning.ClearField("resolved")
-    return hashlib.blake2b(contents.SerializeToString(deterministic=True), digest_size=16).digest()
+def _digest(contents_digest: bytes, attachment: bytes) -> bytes:
+    """Return a hash of a request without the fields that differ in a repeated Submit, none of which is in the canonical
+    request.
+    """
+    return (hashlib.sha256(contents_digest + attachment).digest() if attachment else contents_digest)[:16]

@@ -9,10 +9,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from midstream.clock import SteadyClock
-from midstream.errors import NotFoundError
+from midstream.errors import NotFoundError, UnavailableError
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
-from protos import frames_pb2, ledger_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2, status_pb2
+from protos import (
+    frames_pb2,
+    ledger_pb2,
+    loads_pb2,
+    receipts_pb2,
+    scheduler_pb2,
+    scheduler_pb2_grpc,
+    stats_pb2,
+    status_pb2,
+)
 from protos import generation_pb2 as pb
 from scheduler.edge.document_calls import DocumentCalls
 from scheduler.journal.documents import Documents
@@ -58,6 +67,8 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         self._is_running = False
         self.requests: dict[str, Scripted] = {}
         self.submits: list[scheduler_pb2.SubmitRequest] = []
+        self.has_receipts = True
+        self.receipt_queries: list[receipts_pb2.GetReceiptRequest] = []
         self.aborts: list[str] = []
         self.stops: list[tuple[str, int, int, str]] = []
         self.feeds: list[Feed] = []
@@ -167,6 +178,33 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
             return ledger_pb2.GetLedgerResponse()
         entry = ledger_pb2.LedgerEntry(request_id="a", client_id="c", completion_tokens=3, finished_unix_ns=1 << 60)
         return ledger_pb2.GetLedgerResponse(entries=[entry], next_after="7")
+
+    async def GetReceipt(  # noqa: N802
+        self, request: receipts_pb2.GetReceiptRequest, context: Any
+    ) -> receipts_pb2.GetReceiptResponse:
+        """Return a receipt of the lengths for which it was asked."""
+        script = self.requests.get(request.request_id)
+        if script is None:
+            raise NotFoundError("no such request")
+        self.receipt_queries.append(request)
+        if not self.has_receipts:
+            raise UnavailableError("no receipt now")
+        body = receipts_pb2.ReceiptBody(version=1, request_id=request.request_id)
+        for count in request.num_tokens:
+            body.sequences.add(num_tokens=count)
+        receipt = receipts_pb2.Receipt(body=body.SerializeToString(), nonce=b"nonce", key_id="k", signature=b"s")
+        return receipts_pb2.GetReceiptResponse(
+            receipt=receipt,
+            request=b"canonical" if request.include_request else b"",
+            outputs=[receipts_pb2.ReceiptOutput(token_ids=[5, 6])] if request.include_outputs else [],
+        )
+
+    async def ListReceiptKeys(  # noqa: N802
+        self, request: receipts_pb2.ListReceiptKeysRequest, context: Any
+    ) -> receipts_pb2.ListReceiptKeysResponse:
+        return receipts_pb2.ListReceiptKeysResponse(
+            keys=[receipts_pb2.ReceiptKey(public_key=bytes(range(32)), created_unix_s=5)]
+        )
 
     async def DeleteRequest(  # noqa: N802
         self, request: scheduler_pb2.DeleteRequestRequest, context: Any

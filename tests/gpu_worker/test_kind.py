@@ -17,9 +17,10 @@ from gpu_worker.kind import worker_kind
 from gpu_worker.weight_hasher import WeightHasher
 from midstream.config import WorkerConfig
 from midstream.model.folder import open_model_folder
-from midstream.model.weight_tree import hash_weights
+from midstream.model.weight_tree import hash_weights, stored_root
 from tests.gpu_worker.scripted_scheduler import ScriptedScheduler, worker_process
 from tests.gpu_worker.tiny_models import make_runner, make_tiny_model
+from tests.midstream.test_weight_tree import damage
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,29 @@ def test_a_worker_announces_the_root_once_its_weights_are_hashed(tmp_path: Path)
         assert (hashed.epoch, hashed.weights_root) == (1, root)
         with worker_process(scheduler.address, path):
             assert scheduler.register(epoch=2).kind.weights_root == root
+    finally:
+        scheduler.close()
+
+
+def test_a_worker_whose_weights_were_damaged_ends(tmp_path: Path) -> None:
+    """Its successor has the right identity."""
+    path = tmp_path / "model"
+    path.mkdir()
+    make_tiny_model(path, "Llama")
+    model = open_model_folder(str(path))
+    hash_weights(model)
+    damage(model, model.weight_files[0].stat().st_size - 4)
+    (path / "midstream.json").unlink()  # it has the fingerprint, which covers every byte of a small model
+    wrong = stored_root(model)
+    scheduler = ScriptedScheduler()
+    try:
+        with worker_process(scheduler.address, path) as process:
+            assert scheduler.register(epoch=1).kind.weights_root == wrong
+            assert process.stderr is not None
+            assert "a weight file was damaged" in process.stderr.read()
+            assert process.wait(60) == 1
+        with worker_process(scheduler.address, path):
+            assert scheduler.register(epoch=2).kind.weights_root == hash_weights(model) != wrong
     finally:
         scheduler.close()
 

@@ -11,7 +11,7 @@ import pytest
 
 from midstream.model import folder as folders
 from midstream.model.folder import ModelFolder, open_model_folder
-from midstream.model.weight_tree import LEAF_BYTES, hash_weights, stored_root, weights_identity
+from midstream.model.weight_tree import LEAF_BYTES, hash_weights, stored_root, verify_weights, weights_identity
 
 CONFIG = {"model_type": "llama", "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2}
 NAME = "midstream.tree.json"
@@ -101,6 +101,34 @@ def test_only_changed_files_are_hashed_again(tmp_path: Path) -> None:
     assert stored_root(folder) == ""
     assert count(folder) == 2 * LEAF_BYTES
     assert stored_root(folder) not in ("", root)
+
+
+def damage(folder: ModelFolder, byte: int) -> None:
+    """Flip one bit of the first weight file, without a trace in the file's size and times as they are stored."""
+    file = folder.weight_files[0]
+    with file.open("r+b") as stream:
+        stream.seek(byte)
+        value = stream.read(1)[0]
+        stream.seek(byte)
+        stream.write(bytes([value ^ 1 << byte % 8]))
+    tree = json.loads((folder.path / NAME).read_text())
+    (item,) = (item for item in tree["files"] if item["name"] == file.name)
+    status = file.stat()
+    item["modified_ns"], item["changed_ns"] = status.st_mtime_ns, status.st_ctime_ns
+    (folder.path / NAME).write_text(json.dumps(tree))
+
+
+def test_a_flipped_bit_that_left_no_trace_is_found_by_reading_everything(tmp_path: Path) -> None:
+    """100 of 100."""
+    folder = make(tmp_path / "m", bytes(2 * LEAF_BYTES))
+    roots = {hash_weights(folder)}
+    for number in range(100):
+        damage(folder, number * 20_011)
+        assert stored_root(folder) in roots
+        root = verify_weights(folder)
+        assert root not in roots
+        assert root == stored_root(folder) == hash_weights(folder)
+        roots.add(root)
 
 
 def test_a_copy_is_hashed_again_since_copying_may_have_damaged_it(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ from router.protocols.embeddings.app import EmbeddingsApi
 from router.protocols.http_server import HttpPort
 from router.protocols.ledger import ledger_route
 from router.protocols.openai.app import OpenAiApi
+from router.protocols.receipts import receipt_routes
 from router.protocols.responses.app import ResponsesApi
 from router.status import StatusFeed
 from tests.detokenizer.scripted_scheduler import scripted_scheduler
@@ -219,6 +220,7 @@ class Cluster:
         pages.router.routes.extend(MessagesApi(front, bodies, chat).routes())
         pages.router.routes.extend(EmbeddingsApi(Embedder(front), bodies).routes())
         pages.router.routes.append(ledger_route(cells))
+        pages.router.routes.extend(receipt_routes(runner.receipts))
         pages.router.routes.extend(ResponsesApi(front, bodies, chat, kept, 3600).routes())
         batches = batch_service(config, pages, cells, bodies, server.draining, metrics, authenticator.owner)
         pages.router.routes.extend(batches.routes)

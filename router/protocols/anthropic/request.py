@@ -20,6 +20,7 @@ from router.protocols.fields import MESSAGES, MESSAGES_OPAQUE, MESSAGES_TYPES, c
 from router.protocols.openai.body import Body
 from router.protocols.openai.errors import Names
 from router.protocols.openai.tools import check_new_tool, schema_names
+from router.protocols.receipts import wants_receipt
 
 _TTLS_S = {"5m": 300, "1h": 3600}
 _MAX_BREAKPOINTS = 4
@@ -151,6 +152,8 @@ def read_messages(body: Body, model: ChatModel, *, needs_limit: bool = True) -> 
         client_id=_user(body),
         chat=pb.ChatInput(messages=reading.turns),
     )
+    if wants_receipt(body):
+        request.output.return_receipt = True
     if max_tokens is not None:
         request.max_tokens = max_tokens
     _sampling(body, request)

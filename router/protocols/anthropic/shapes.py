@@ -10,6 +10,7 @@ from midstream.chunk import Chunk, FinishReason, Usage
 from router.parsers.events import CallArguments, CallBegin, CallEnd, Event, ReasoningDelta, TextDelta
 from router.parsers.machine import parse_json
 from router.protocols.kind_change import kind_change_of
+from router.protocols.receipts import receipt_of
 from router.protocols.validation import validation_of
 
 Fields = dict[str, object]
@@ -82,6 +83,7 @@ class MessageWriter:
             "usage": usage,
             **kind_change_of(chunk),
             **validation_of(chunk),
+            **receipt_of(chunk),
         }
         return [*self._close(), last, {"type": "message_stop"}]
 

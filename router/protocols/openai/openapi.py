@@ -103,9 +103,9 @@ def document(model: ModelFolder) -> Part:
     }
     versions = {"enum": ["2026-10-21", "2023-06-01"]}
     version = {"name": "anthropic-version", "in": "header", "required": True, "schema": versions}
-    name, response_id, file_id, batch_id = (
+    name, response_id, file_id, batch_id, receipt_id = (
         {"name": n, "in": "path", "required": True, "schema": _SOME_TEXT}
-        for n in ("name", "response_id", "file_id", "batch_id")
+        for n in ("name", "response_id", "file_id", "batch_id", "receipt_id")
     )
     included = [_query(name, _array(_TEXT), "Has no effect.") for name in ("include", "include[]")]
     stored = (
@@ -177,6 +177,15 @@ def document(model: ModelFolder) -> Part:
         "/detokenize": {"post": _post("The text of token ids.", detokenize, ["tokens"])},
         "/v1/models": {"get": _get("The model and its loaded adapters.") | _with(*models)},
         "/v1/models/{name}": {"get": _get("A model or adapter by name.") | _with(name, models[0])},
+        "/v1/receipts/{receipt_id}": {
+            "get": _get("The receipt of an ended request, given the id of a request, completion, message or response.")
+            | _with(
+                receipt_id,
+                _query("include_request", {"enum": ["true", "false"]}, "Whether to return the canonical request."),
+                _query("include_outputs", {"enum": ["true", "false"]}, "Whether to return the output tokens."),
+            )
+        },
+        "/v1/receipts/keys": {"get": _get("The public keys of all receipts.", "application/jwk-set+json")},
         "/ledger": {
             "get": _get("The usage record of ended requests, for admins.")
             | _with(
@@ -246,6 +255,7 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
         "safety_identifier": _NAME,
         "structured_outputs": _object({**guided, "json_object": _FLAG, "structural_tag": {}}),
         "detached": _FLAG,
+        "return_receipt": _FLAG,
     }
 
 
@@ -317,6 +327,7 @@ def _responses_fields(names: Part) -> Part:
         "input": _INPUT,
         "instructions": _TEXT,
         "previous_response_id": _TEXT,
+        "return_receipt": _FLAG,
         "store": _FLAG,
         "background": _FLAG,
         **_sampling_fields(),
@@ -354,6 +365,7 @@ def _messages_fields(names: Part) -> Part:
         "metadata": _OBJECT,
         "cache_control": _OBJECT,
         "request_id": _NAME,
+        "return_receipt": _FLAG,
     }
 
 

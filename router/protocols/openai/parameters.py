@@ -13,6 +13,7 @@ from router.parsers.machine import Schema, parse_json
 from router.protocols.conversation import EFFORTS, ChatModel
 from router.protocols.openai.body import Body
 from router.protocols.openai.structural_tags import structural_body, structural_grammar
+from router.protocols.receipts import wants_receipt
 
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 # Number of seconds for which to retain a prompt's KV cache.
@@ -42,6 +43,8 @@ def native_request(body: Body, tokens: Mapping[str, int]) -> tuple[pb.GenerateRe
         detached=bool(body.flag("detached")),
         timeout_ms=body.integer("timeout_ms", 1, (1 << 53)),
     )
+    if wants_receipt(body):
+        request.output.return_receipt = True
     _fill_sampling(body, request.sampling)
     _fill_stopping(body, request.stopping)
     skip = body.flag("skip_special_tokens")

@@ -12,6 +12,7 @@ from midstream.extras import Extras, LogProbs
 from router.parsers.events import CallArguments, CallBegin, Event, ReasoningDelta, TextDelta
 from router.protocols.conversation import Conversation, SequenceReader
 from router.protocols.kind_change import kind_change_of
+from router.protocols.receipts import receipt_of
 from router.protocols.validation import validation_of
 
 # Returns the bytes of one token.
@@ -42,9 +43,10 @@ class Details:
         """Return the finish reason and vLLM's `stop_reason`, which is null if the model ended the text itself.
 
         Clients know no finish reason for output that was aborted or failed, so it has none; an error follows instead. A
-        change of the workers' kind is added to both, and so is the result of a validation.
+        change of the workers' kind, the result of a validation and the receipt are added to both.
         """
-        reason, change = chunk.finish_reason or FinishReason.STOP, kind_change_of(chunk) | validation_of(chunk)
+        reason = chunk.finish_reason or FinishReason.STOP
+        change = kind_change_of(chunk) | validation_of(chunk) | receipt_of(chunk)
         if not chunk.is_sequence_final or reason.is_failure:
             return {"finish_reason": None, **change}
         matched = chunk.matched_stop

@@ -22,6 +22,7 @@ from router.protocols.openai.parameters import (
     schema_guide,
 )
 from router.protocols.openai.tools import check_new_tool, schema_names
+from router.protocols.receipts import wants_receipt
 from router.protocols.responses.items import CUSTOM_SCHEMA, Item, Turns, full_name, input_items
 
 _MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
@@ -101,6 +102,8 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
         detached=is_background,
         chat=pb.ChatInput(messages=turns.turns),
     )
+    if wants_receipt(body):
+        request.output.return_receipt = True
     _fill_sampling(body, request)
     retention_s = read_cache_retention_s(body)
     if retention_s:

@@ -104,6 +104,7 @@ COMMON_EXAMPLES: dict[str, tuple[object, dict[str, object]]] = {
     "cache_salt": ("x", {}),
     "detached": (True, {}),
     "timeout_ms": (5, {}),
+    "return_receipt": (True, {}),
     "stream_options.include_obfuscation": (
         {"stream": True, "stream_options": {"include_obfuscation": True}},
         {"stream": True},
@@ -351,6 +352,7 @@ MESSAGES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "user_profile_id": ({}, {"user_profile_id": "x"}),
     "workspace_id": ({}, {"workspace_id": "x"}),
     "request_id": ({}, {"request_id": "x"}),
+    "return_receipt": ({}, {"return_receipt": True}),
 }
 
 
@@ -545,6 +547,7 @@ RESPONSES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "prompt": ({}, {"prompt": {"id": "p"}}),
     "context_management": ({}, {"context_management": [{"type": "compaction"}]}),
     "moderation": ({}, {"moderation": {"model": "m"}}),
+    "return_receipt": ({}, {"return_receipt": True}),
 }
 
 

@@ -1,0 +1,1 @@
+"""Receipts: signed statements of what was asked and answered (protos/receipts.proto)."""
