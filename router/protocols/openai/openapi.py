@@ -250,10 +250,13 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
         ),
         **{f"guided_{name}": schema for name, schema in guided.items()},
         "guided_json_object": _FLAG,
+        "guided_whitespace_pattern": _TEXT,
         "use_beam_search": _FLAG,
         "length_penalty": {"type": "number"},
         "safety_identifier": _NAME,
-        "structured_outputs": _object({**guided, "json_object": _FLAG, "structural_tag": {}}),
+        "structured_outputs": _object(
+            {**guided, "json_object": _FLAG, "structural_tag": {}, "whitespace_pattern": _TEXT}
+        ),
         "detached": _FLAG,
         "return_receipt": _FLAG,
     }

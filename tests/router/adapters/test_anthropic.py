@@ -245,7 +245,7 @@ async def test_models_are_listed_in_anthropics_format(client: anthropic.AsyncAnt
 
 
 async def test_an_invalid_schema_is_named_among_several_tools(client: anthropic.AsyncAnthropic) -> None:
-    tools: Any = [{"name": name, "input_schema": {"type": "object", "x": {}}} for name in "ab"]
+    tools: Any = [{"name": name, "input_schema": {"type": "object", "x": {}}, "strict": True} for name in "ab"]
     tools[1]["input_schema"]["properties"] = {"city": {"type": "town"}}
     with pytest.raises(anthropic.BadRequestError, match=r"tools\[1\]\.input_schema: Invalid type: town"):
         await client.messages.create(

@@ -146,13 +146,15 @@ async def test_the_router_s_own_checks(client: openai.AsyncOpenAI) -> None:
 async def test_an_invalid_schema_is_named_among_several_tools(client: openai.AsyncOpenAI) -> None:
     odd = {"type": "object", "properties": {"city": {"type": "town"}}}
     three = [tool("f"), tool("a.b"), tool("g")]
-    wrong = {"type": "function", "function": {"name": "a.b", "parameters": odd}}
+    wrong = {"type": "function", "function": {"name": "a.b", "parameters": odd, "strict": True}}
     refused = await refusal(
         client, "/chat/completions", {"tools": [three[0], wrong, three[2]], "tool_choice": "required"}
     )
     assert (refused.param, "Invalid type: town" in refused.message) == ("tools[1].function.parameters", True)
     refused = await refusal(
-        client, "/responses", {"tools": [flat("f"), {**flat("g"), "parameters": odd}], "tool_choice": "required"}
+        client,
+        "/responses",
+        {"tools": [flat("f"), {**flat("g"), "parameters": odd, "strict": True}], "tool_choice": "required"},
     )
     assert (refused.param, "Invalid type: town" in refused.message) == ("tools[1].parameters", True)
 
