@@ -6,7 +6,7 @@ PROTO_BIN := .venv-protos/bin
 RELEASE_BIN := .venv-release/bin
 PROTO_OUT := .
 
-.PHONY: demo demo-kill test test-kernels check check-others format protos docs bench bench-peers wheel test-wheel release images push check-manifests test-published test-proxies e2e-containers e2e-dashboard clean
+.PHONY: demo demo-kill test test-kernels check check-others format protos docs bench bench-peers wheel test-wheel release images push check-manifests test-published test-proxies e2e-containers e2e-dashboard e2e-release clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/midstream demo
@@ -23,7 +23,7 @@ demo-kill: $(VENV)/.ready
 test:
 	@$(MAKE) -s -j2 $(VENV)/.ready $(PROTO_BIN)/protoc-gen-mypy_grpc test-kernels
 	@log=$$(mktemp); $(MAKE) -s check-others > $$log 2>&1 & check=$$!; \
-		PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses $$(($$(nproc) * 2)) --dist loadscope --no-loadscope-reorder; \
+		PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses $$(($$(nproc) * 2)) --dist loadscope --no-loadscope-reorder $(ARGS); \
 		status=$$?; wait $$check || { cat $$log; status=1; }; rm $$log; exit $$status
 
 # A failure is ignored here: without a compiler, the tests of these kernels report it.
@@ -82,9 +82,10 @@ wheel: $(RELEASE_BIN)/auditwheel
 release: $(RELEASE_BIN)/auditwheel
 	@$(RELEASE_BIN)/python -m deploy.release $(if $(BASE_ARCHIVE),--base $(BASE_ARCHIVE)) $(if $(NO_IMAGES),--no-images)
 
-# Installs the wheel in a separate environment without this checkout, and runs tests/integration there.
-test-wheel: wheel
-	@$(BIN)/python -m tests.wheel
+# Installs a wheel in a separate environment without this checkout, and runs tests/integration there. WHEEL is its path;
+# without it, one is built.
+test-wheel: $(VENV)/.ready $(if $(WHEEL),,wheel)
+	@$(BIN)/python -m tests.wheel $(if $(WHEEL),$(WHEEL),dist/midstream-*.whl)
 
 # Tests nginx, HAProxy and Caddy in front of two routers for an hour: 100 kills behind each, and streams that wait for 20
 # minutes. Installs the first two from Debian, which needs root, but does not start them.
@@ -102,10 +103,14 @@ push:
 	@deploy/containers/push.sh $(REGISTRY)
 
 check-manifests: .venv-manifests/bin/checkov
-	@deploy/k8s/check.sh .venv-manifests
+	@deploy/k8s/check.sh .venv-manifests $(if $(RECORD),--record)
 
 e2e-containers: $(VENV)/.ready
 	@$(BIN)/pytest -q tests/deploy/e2e/e2e_containers.py tests/deploy/e2e/e2e_metrics.py
+
+# Builds a release twice, in fresh clones, and compares them; with BASE_ARCHIVE, also the images.
+e2e-release: $(VENV)/.ready
+	@$(BIN)/pytest -q tests/deploy/e2e/e2e_release.py
 
 # Tests the dashboard in a browser; needs Debian's chromium and chromium-driver. With PICTURES=docs/images, takes the
 # screenshots for the documentation.

@@ -1,9 +1,9 @@
 """Write the version into chart and overlays, and generate the chart's files from the overlays: `python
 deploy/helm/generate.py`.
 
-The version is that of midstream/__init__.py. Chart and overlays deploy the same objects: the chart's template reads files/ACCELERATOR-JOURNAL[-secure].yaml and changes
-the objects according to the values. A test compares the committed files with the output of this script. Requires
-kubectl and PyYAML.
+The version is that of midstream/__init__.py. Chart and overlays deploy the same objects: the chart's template reads
+files/ACCELERATOR-JOURNAL[-secure].yaml and changes the objects according to the values. Tests compare the committed
+files with the output of this script. Requires kubectl and PyYAML.
 """
 
 from __future__ import annotations

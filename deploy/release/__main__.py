@@ -27,7 +27,6 @@ import tarfile
 import tempfile
 import time
 import venv
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +40,11 @@ from deploy.release.contents import (
     write_licences,
 )
 from deploy.release.provenance import write_provenance
+from deploy.release.source import ReleaseError, commit_of, copy_commit, refuse_other_machines
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ("midstream-router", "midstream-scheduler", "midstream-detokenizer", "midstream-gpu-worker")
 ENVIRONMENT = "opt/midstream"  # of the images
-
-
-class ReleaseError(Exception):
-    """The release cannot be built here; the message says why."""
 
 
 class Release:
@@ -105,7 +101,7 @@ class Release:
         """Install the wheel with all services as pinned; describe what that installs."""
         folder = self.sources.parent / "environment"
         venv.create(folder, with_pip=True)
-        pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", "--no-compile"]
+        pip: list[str | Path] = [folder / "bin" / "python", "-m", "pip", "install", "-q", "--no-compile"]
         self.run(*pip, "--constraint", "constraints.txt", f"{wheel}[all]")
         (site,) = folder.glob("lib/python*/site-packages")
         found = packages_in(site)
@@ -140,31 +136,6 @@ class Release:
             self.run("buildah", "rm", name)
 
 
-def refuse_other_machines(machine: str) -> None:
-    """Raise ReleaseError on machines for which no release is built."""
-    if machine != "x86_64":
-        raise ReleaseError(
-            f"releases are built for x86_64, and this machine is {machine}. The kernels for aarch64 have only been tested "
-            "in an emulator, so no release contains them; `make wheel` and `make images` build them for your own tests"
-        )
-
-
-def commit_of(root: Path, environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return the commit to build, and the time of its files in Unix seconds.
-
-    Raises:
-        ReleaseError: Files differ from the commit.
-    """
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
-
-    if changes := git("status", "--porcelain"):
-        raise ReleaseError(f"a release is built from a commit, and these files differ from it:\n{changes}")
-    commit, committed_s = git("log", "-1", "--format=%H %ct").split()
-    return commit, int(environment.get("SOURCE_DATE_EPOCH") or committed_s)
-
-
 def build(output: Path, base: Path | None, *, with_images: bool) -> None:
     """Build the release into a folder, which is replaced. Raises ReleaseError."""
     refuse_other_machines(platform.machine())
@@ -174,9 +145,7 @@ def build(output: Path, base: Path | None, *, with_images: bool) -> None:
     output.mkdir(parents=True)
     with tempfile.TemporaryDirectory(prefix="midstream-release-") as folder:
         sources = Path(folder) / "sources"
-        sources.mkdir()
-        packed = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
-        subprocess.run(["tar", "-x", "-C", sources], input=packed, check=True)
+        copy_commit(ROOT, commit, sources)
         release = Release(sources, output, commit, time_s)
         inputs = {"constraints.txt": sources / "constraints.txt"}
         report(f"Midstream {release.version} from {commit[:12]}")

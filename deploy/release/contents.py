@@ -19,6 +19,10 @@ from packageurl import PackageURL
 
 _TOOLS = ("pip", "setuptools", "wheel")  # those of a new environment, which Midstream does not need
 _LICENCE_FILE = re.compile(r"(licen[cs]e|copying|notice|authors)", re.IGNORECASE)
+_LICENCES = """\
+Licences of the Python packages that Midstream requires. Midstream's own is in LICENSE. Debian packages of the images
+have theirs in /usr/share/doc/*/copyright there.
+"""
 _NAMESPACE = uuid.UUID("6f3b5f5e-8b0e-5d7f-9a34-0f2d1c0a7e62")
 
 
@@ -75,6 +79,7 @@ def write_bill(path: Path, version: str, time_s: int, components: Sequence[Compo
     subject = Component(name="midstream", version=version, type=ComponentType.APPLICATION, bom_ref="midstream")
     bill = Bom(components=components, serial_number=uuid.uuid5(_NAMESPACE, f"{path.name} {time_s}"))
     bill.metadata.component = subject
+    bill.register_dependency(subject, components)
     bill.metadata.timestamp = datetime.fromtimestamp(time_s, UTC)
     text = JsonV1Dot6(bill).output_as_string(indent=1)
     if (problem := JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)) is not None:
@@ -84,10 +89,7 @@ def write_bill(path: Path, version: str, time_s: int, components: Sequence[Compo
 
 def write_licences(path: Path, packages: Sequence[Distribution]) -> None:
     """Write the licence of each Python package, with the texts that the package contains."""
-    parts = [
-        "Licences of the Python packages that Midstream requires. Midstream's own is in LICENSE. Debian packages of the "
-        "images have theirs in /usr/share/doc/*/copyright there.\n"
-    ]
+    parts = [_LICENCES]
     for it in packages:
         parts.append(f"\n{'=' * 100}\n{_name(it)} {it.version}: {licence_of(it) or 'not stated'}\n")
         parts.extend(f"\n--- {name}\n{text.strip()}\n" for name, text in _licence_texts(it))
@@ -96,12 +98,11 @@ def write_licences(path: Path, packages: Sequence[Distribution]) -> None:
 
 def licence_of(package: Distribution) -> str:
     """Return a package's licence as it states it: an SPDX expression, a name, or its classifiers; empty if none."""
-    fields = package.metadata
-    expression = fields.get("License-Expression")
-    name = (fields.get("License") or "").strip()
+    fields = package.metadata.json
+    expression, name = str(fields.get("license_expression", "")), str(fields.get("license", "")).strip()
     if expression or (name and "\n" not in name and len(name) < 80 and name != "UNKNOWN"):
-        return str(expression or name)
-    classifiers = [it for it in fields.get_all("Classifier") or [] if it.startswith("License ::")]
+        return expression or name
+    classifiers = [it for it in fields.get("classifier", []) if it.startswith("License ::")]
     return ", ".join(it.rpartition(" :: ")[2] for it in classifiers)
 
 
