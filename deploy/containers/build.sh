@@ -49,7 +49,7 @@ build() {
         "built in $((SECONDS - started)) s"
 }
 
-build midstream-model model.Containerfile
+build midstream-model model.Containerfile ${SOURCE_DATE_EPOCH:+--build-arg "SOURCE_DATE_EPOCH=$SOURCE_DATE_EPOCH"} "$@"
 for part in ${PARTS:-router scheduler detokenizer gpu_worker}; do
     build "midstream-${part//_/-}" "$part.Containerfile" --build-arg "MODEL_IMAGE=localhost/midstream-model:$tag" "$@"
 done

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import runpy
 import shutil
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from tests.deploy.rendering import ROOT, Manifest, container_of, render
 
 CHART = ROOT / "deploy" / "helm" / "midstream"
 HELM = shutil.which("helm") or str(ROOT / ".venv-manifests" / "bin" / "helm")
+REGISTRY = "images.registry=registry.example/team"
 VALUES = sorted(path.stem for path in (CHART / "ci").glob("*.yaml"))
 
 
@@ -36,8 +39,8 @@ def chart(values: str, *flags: str) -> dict[tuple[str, str], Manifest]:
     return objects_of(made.stdout)
 
 
-def test_there_are_seven_examples() -> None:
-    assert VALUES == ["cpu", "gpu", "ha", "hpa-workers", "keda", "roles", "secure"]
+def test_there_are_eight_examples() -> None:
+    assert VALUES == ["api-keys", "cpu", "gpu", "ha", "hpa-workers", "keda", "roles", "secure"]
 
 
 @pytest.mark.parametrize("values", VALUES)
@@ -58,6 +61,7 @@ def test_its_files_equal_the_output_of_kustomize(tmp_path: Path) -> None:
     [
         ("cpu", ()),
         ("gpu", ("--set", "accelerator=gpu")),
+        ("api-keys", ("--set", "auth.existingSecret=router-tokens")),
         ("secure", ("--set", "secure.enabled=true")),
         ("hpa-workers", ("--set", "autoscaling.kind=hpa-workers")),
         ("keda", ("--set", "autoscaling.kind=keda")),
@@ -67,8 +71,12 @@ def test_its_files_equal_the_output_of_kustomize(tmp_path: Path) -> None:
 )
 def test_without_other_values_it_is_the_overlay(overlay: str, flags: tuple[str, ...]) -> None:
     ours = chart("cpu", *flags)
-    theirs = {(item["kind"], item["metadata"]["name"]): item for item in render(overlay).objects}
+    theirs = {(item["kind"], item["metadata"]["name"]): item for item in copy.deepcopy(render(overlay).objects)}
     del theirs["Namespace", "midstream"]  # the namespace already exists
+    for item in theirs.values():
+        if item["kind"] == "Deployment":  # an overlay of one's own names the registry
+            (container,) = item["spec"]["template"]["spec"]["containers"]
+            container["image"] = f"registry.example/team/{container['image']}"
     assert ours == theirs
 
 
@@ -99,7 +107,7 @@ def test_prefill_and_decode_workers_have_their_own_values() -> None:
     assert (prefill["spec"]["replicas"], decode["spec"]["replicas"]) == (2, 4)
     assert container_of(decode["spec"]["template"])["resources"]["requests"]["cpu"] == "4"
     assert decode["spec"]["template"]["spec"]["volumes"] == prefill["spec"]["template"]["spec"]["volumes"]
-    refused = helm("template", "midstream", str(CHART), "--set", "roles.enabled=true,accelerator=gpu")
+    refused = helm("template", "midstream", str(CHART), "--set", f"{REGISTRY},roles.enabled=true,accelerator=gpu")
     assert "roles: needs accelerator cpu" in refused.stderr
 
 
@@ -122,7 +130,7 @@ def test_replicas_of_autoscaled_workers_are_a_minimum() -> None:
     ],
 )
 def test_what_prometheus_adapter_cannot_scale_is_rejected(flags: str, words: str) -> None:
-    made = helm("template", "midstream", str(CHART), "--set", f"autoscaling.kind=hpa-workers,{flags}")
+    made = helm("template", "midstream", str(CHART), "--set", f"{REGISTRY},autoscaling.kind=hpa-workers,{flags}")
     assert made.returncode != 0
     assert words in made.stderr
 
@@ -177,3 +185,77 @@ def test_an_unknown_value_is_rejected(flags: str) -> None:
     made = helm("template", "midstream", str(CHART), "--set", flags)
     assert made.returncode != 0
     assert "values don't meet the specifications of the schema" in made.stderr
+
+
+def test_without_a_registry_it_says_how_to_build_and_push_the_images() -> None:
+    made = helm("template", "midstream", str(CHART))
+    assert made.returncode != 0
+    assert "images.registry is not set" in made.stderr
+    assert "make images && make push REGISTRY=registry.example/team" in made.stderr
+
+
+def router_of(objects: dict[tuple[str, str], Manifest]) -> Manifest:
+    return dict(objects["Deployment", "router"]["spec"]["template"]["spec"])
+
+
+def env_of(pod: Manifest) -> dict[str, str]:
+    (container,) = pod["containers"]
+    return {item["name"]: item["value"] for item in container["env"] if "value" in item}
+
+
+def test_keys_need_neither_tls_nor_curve() -> None:
+    objects = chart("api-keys")
+    router = router_of(objects)
+    assert (
+        env_of(router).items()
+        >= {
+            "MIDSTREAM_AUTH": "token",
+            "MIDSTREAM_AUTH_TOKENS": "/etc/midstream/tokens/tokens",
+            "MIDSTREAM_ANONYMOUS_ROLES": "observe",  # /metrics
+        }.items()
+    )
+    (volume,) = (volume for volume in router["volumes"] if volume["name"] == "tokens")
+    assert volume["secret"]["secretName"] == "api-keys"
+    everything = yaml.safe_dump_all(list(objects.values()))
+    assert "MIDSTREAM_TLS" not in everything
+    assert "CURVE" not in everything
+
+
+def test_metrics_can_need_a_key_too() -> None:
+    assert env_of(router_of(chart("gpu")))["MIDSTREAM_ANONYMOUS_ROLES"] == ""
+    refused = helm("template", "midstream", str(CHART), "--set", f"{REGISTRY},auth.anonymousRoles=admin")
+    assert "anonymousRoles" in refused.stderr
+
+
+def test_the_secret_of_the_secure_components_can_be_another() -> None:
+    router = router_of(chart("secure", "--set", "auth.existingSecret=other"))
+    (volume,) = (volume for volume in router["volumes"] if volume["name"] == "tokens")
+    assert volume["secret"]["secretName"] == "other"
+    assert env_of(router)["MIDSTREAM_TLS"] == "true"
+
+
+@pytest.mark.parametrize("reach", ["ingress.enabled=true", "httpRoute.enabled=true,httpRoute.gateway=public"])
+def test_clients_outside_the_cluster_need_a_key(reach: str) -> None:
+    made = helm("template", "midstream", str(CHART), "--set", f"{REGISTRY},{reach}")
+    assert made.returncode != 0
+    assert "clients outside the cluster would need no API key: set auth.existingSecret" in made.stderr
+    for allowed in (
+        "auth.existingSecret=keys",
+        "secure.enabled=true",
+        "auth.allowUnauthenticated=true",
+        "settings.MIDSTREAM_AUTH=mtls",
+    ):
+        assert helm("template", "midstream", str(CHART), "--set", f"{REGISTRY},{reach},{allowed}").returncode == 0
+
+
+def test_the_notes_say_how_to_push_images_and_send_a_key(tmp_path: Path) -> None:
+    """Without a cluster, helm shows no notes, so they are rendered as if they were an object."""
+    copied = shutil.copytree(CHART, tmp_path / "midstream")
+    notes_file = copied / "templates" / "NOTES.txt"
+    (copied / "templates" / "notes.yaml").write_text(f"notes: |\n{textwrap.indent(notes_file.read_text(), '  ')}")
+    flags = ("--set", f"{REGISTRY},images.tag=1.2.3,auth.existingSecret=keys", "--show-only", "templates/notes.yaml")
+    notes = yaml.safe_load(helm("template", "m", str(copied), *flags).stdout)["notes"]
+    assert "registry.example/team/midstream-router:1.2.3 and so on" in notes
+    assert "make push REGISTRY=registry.example/team " in notes
+    assert '-H "Authorization: Bearer $MIDSTREAM_API_KEY"' in notes
+    assert "Clients need no API key" not in notes

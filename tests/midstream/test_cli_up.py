@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import socket
 import stat
+import subprocess
+import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +20,11 @@ from rich.text import Text
 from midstream.cli import chat, generate, main
 from midstream.cli.api_keys import use_api_keys
 from midstream.cli.connect import sampling_of
+from midstream.cli.credentials import add_credentials, credentials_of
 from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, default_run_dir
 from midstream.cli.topology import Topology, check_ports, plan_processes
 from midstream.cli.up import how_to_talk
-from midstream.client import SamplingParams
+from midstream.client import AsyncClient, SamplingParams, async_client
 from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.rpc.target import check_target, is_local, plain_problem
 
@@ -205,6 +209,50 @@ def test_a_key_that_does_not_fit_a_header_is_rejected(key: str, tmp_path: Path) 
 def test_a_certificate_without_tls_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--address", "127.0.0.1:1", "--tls-ca", "ca.pem", "hi"]) == 1
     assert "--tls-ca: is given, but TLS is off; add --tls" in capsys.readouterr().err
+
+
+def test_commands_send_the_key_of_the_environment_unless_the_service_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def token(*words: str) -> str:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--address")
+        parser.add_argument("--run-dir", type=Path, default=tmp_path / "run")
+        add_credentials(parser)
+        return credentials_of(parser.parse_args(words))["token"]
+
+    monkeypatch.setenv("MIDSTREAM_API_KEY", KEY)
+    assert token() == token("--address", "10.0.0.5:50051") == KEY
+    (tmp_path / "file").write_text("a-token-in-a-file\n")
+    assert token("--token-file", str(tmp_path / "file")) == "a-token-in-a-file"
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.token.parent.mkdir()
+    use_api_keys(run_dir, [KEY], {})
+    # The token of this user's commands may do more than a client's key.
+    assert token() == run_dir.token.read_text().strip() != KEY
+    assert token("--address", "10.0.0.5:50051") == KEY
+
+
+def test_a_client_sends_the_key_of_the_environment_unless_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    monkeypatch.setattr(async_client, "open_channel", lambda *_, token, **__: sent.append(token))
+    monkeypatch.setenv("MIDSTREAM_API_KEY", KEY)
+    for client in (AsyncClient(), AsyncClient(token="another"), AsyncClient(token="")):
+        client._open_channel("127.0.0.1:1")
+    assert sent == [KEY, "another", ""]
+
+
+@pytest.mark.parametrize("service", ["router", "scheduler"])
+def test_a_service_refuses_the_key_of_clients(service: str) -> None:
+    """Otherwise a router would seem to require it."""
+    environment = os.environ | {"MIDSTREAM_API_KEY": KEY}
+    done = subprocess.run(
+        [sys.executable, "-m", service], env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 2
+    assert "MIDSTREAM_API_KEY" in done.stderr
+    assert "MIDSTREAM_AUTH_TOKENS=FILE" in done.stderr
+    assert KEY not in done.stderr
 
 
 def test_keys_do_not_override_the_token_file(tmp_path: Path) -> None:
