@@ -259,3 +259,10 @@ def test_the_notes_say_how_to_push_images_and_send_a_key(tmp_path: Path) -> None
     assert "make push REGISTRY=registry.example/team " in notes
     assert '-H "Authorization: Bearer $MIDSTREAM_API_KEY"' in notes
     assert "Clients need no API key" not in notes
+
+
+def test_runbooks_are_where_the_documentation_is_published() -> None:
+    objects = chart("cpu", "--set", "monitoring.runbooks=https://wiki.example/midstream/")
+    alerts = objects["ConfigMap", "prometheus"]["data"]["alerts.yaml"]
+    assert "runbook_url: https://wiki.example/midstream/operations/#midstreampartdown" in alerts
+    assert "midstream.example" not in alerts
