@@ -350,8 +350,8 @@ class Authenticator:
             scheme, _, token = authorization.partition(" ")
             if not authorization:
                 raise UnauthenticatedError(
-                    "authorization is missing; send `authorization: Bearer KEY`, or with Midstream's own clients and "
-                    "commands, set MIDSTREAM_API_KEY=KEY"
+                    "authorization is missing; send `authorization: Bearer KEY`. Midstream's clients and commands send "
+                    "the key in MIDSTREAM_API_KEY, and commands also that in a file, --token-file FILE"
                 )
             if scheme.lower() != "bearer":
                 raise UnauthenticatedError("authorization must be `Bearer KEY`")

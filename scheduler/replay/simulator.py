@@ -131,7 +131,9 @@ def main(words: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     fleet, cost = Fleet(), CostModel()
     parser = argparse.ArgumentParser(
-        prog="midstream simulate", description="Run the real scheduler core with simulated workers, in virtual time."
+        allow_abbrev=False,
+        prog="midstream simulate",
+        description="Run the real scheduler core with simulated workers, in virtual time.",
     )
     add = parser.add_argument
     add(

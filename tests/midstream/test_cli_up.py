@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 from rich.text import Text
 
-from midstream.cli import chat, generate, main
+from midstream.cli import chat, generate, main, other_servers
 from midstream.cli.api_keys import use_api_keys
 from midstream.cli.connect import sampling_of
 from midstream.cli.credentials import add_credentials, credentials_of
@@ -25,6 +25,7 @@ from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, 
 from midstream.cli.topology import Topology, check_ports, plan_processes
 from midstream.cli.up import how_to_talk
 from midstream.client import AsyncClient, SamplingParams, async_client
+from midstream.config import KNOWN_SETTINGS, RouterConfig, parse_config
 from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.rpc.target import check_target, is_local, plain_problem
 
@@ -94,6 +95,11 @@ def test_a_mistyped_setting_is_named_before_anything_starts(
             ["--max-batch-size", "8"],
             "; this is a setting of the services: MIDSTREAM_MAX_BATCH_SIZE=VALUE midstream serve …",
         ),
+        (["--detac"], "; did you mean --detach?"),
+        (
+            ["--enable-prefix-caching"],
+            "; prefixes are reused by default; MIDSTREAM_ENABLE_BLOCK_REUSE=false turns this off",
+        ),
         (["other-model"], ""),
     ],
 )
@@ -124,12 +130,52 @@ def test_flags_of_other_servers_are_accepted_or_answered_with_ours(capsys: pytes
     for theirs, ours in pairs:
         with pytest.raises(SystemExit, match="2"):
             main(["serve", "smollm2", theirs, "1", "--no-such-flag"])
-        error = capsys.readouterr().err.splitlines()[-1]
-        if error.endswith("unrecognized arguments: --no-such-flag"):  # `serve` accepts the other server's flag
+        error = capsys.readouterr().err.partition("error: ")[2]
+        if error == "unrecognized arguments: --no-such-flag\n":  # `serve` accepts the other server's flag
             assert theirs == ours or (theirs, ours) == ("--port", "--http-port")
         else:
-            assert theirs in error
-            assert ours in error.partition(";")[2], error
+            (line,) = (line for line in error.splitlines() if line.startswith(f"  {theirs}: "))
+            assert ours in line
+
+
+def test_all_flags_of_another_server_are_answered_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of a usual command for vLLM, of which `serve` knows three."""
+    words = [
+        *("--port", "8001", "--api-key", KEY, "--served-model-name", "m", "--dtype", "bfloat16", "--trust-remote-code"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--quantization=awq", "--max-model-len", "8192"),
+        *("--speculative-config", "{}", "--enable-lora", "--no-such-flag"),
+    ]
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "smollm2", *words])
+    lines = capsys.readouterr().err.partition("error: unrecognized arguments: ")[2].splitlines()[1:]
+    assert [line.split(":")[0].strip() for line in lines] == [
+        "--dtype", "--trust-remote-code", "--enable-auto-tool-choice", "--tool-call-parser", "--quantization",
+        "--max-model-len", "--speculative-config", "--enable-lora", "--no-such-flag",
+    ]  # fmt: skip
+    assert "MIDSTREAM_WEIGHTS selects another" in lines[0]
+    assert "MIDSTREAM_TOOL_PARSER=VALUE midstream serve" in lines[3]
+    assert lines[-1] == "  --no-such-flag: unknown"
+
+
+def test_the_settings_that_the_advice_names_exist() -> None:
+    for advice in other_servers._NOT_NEEDED:
+        names = re.findall(r"MIDSTREAM_([A-Z_]+)", advice)
+        assert {name.lower() for name in names} <= KNOWN_SETTINGS
+
+
+@pytest.mark.parametrize("words", [["generate", "--max-tok", "3", "hi"], ["lora", "list", "--run-d", "x"]])
+def test_abbreviated_flags_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_an_abbreviated_setting_is_refused_with_the_whole_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_config(RouterConfig, ["--anonymous-role", "observe"], {}, program="router")
+    error = capsys.readouterr().err
+    assert "--anonymous-role observe; did you mean --anonymous-roles?" in error
+    assert error.count("\n") == 2
 
 
 def test_two_ports_differ() -> None:
