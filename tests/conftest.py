@@ -33,6 +33,7 @@ _SHARING = (
     "executor",
     "feature_apis",
     "features",
+    "http_examples",
     "mixture",
     "pressure",
     "roles",

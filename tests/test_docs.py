@@ -11,7 +11,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from midstream.cli import COMMANDS, PROGRAMS
-from midstream.config import KNOWN_SETTINGS
+from midstream.config import KNOWN_SETTINGS, reference
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -92,6 +92,13 @@ def methods_of(file: Path) -> set[str]:
     classes = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     return {f"{owner.name}.{item.name}" for owner in classes for item in owner.body if isinstance(item, functions)}
+
+
+def test_the_page_of_settings_is_generated() -> None:
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run python -m midstream.config.reference"
+    assert {name.upper() for name in KNOWN_SETTINGS} == set(
+        re.findall(r"MIDSTREAM_([A-Z_0-9]+)[`=]", reference.page())
+    ) - {""}
 
 
 @pytest.mark.parametrize("name", sorted(PROGRAMS))

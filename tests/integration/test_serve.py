@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from tests.ports import free_port
 
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 ROOT = Path(__file__).parents[2]
+HI = [{"role": "user", "content": "Hi"}]
+VOWELS = ["a", "e", "i", "o"]
 KEY = "sk-integration-test-key"
 
 
@@ -88,6 +91,41 @@ def test_clients_need_the_key_and_find_the_name(served: Service, ports: tuple[in
     result = midstream("generate", "Hi", "--max-tokens", "1", "--run-dir", str(served.run_dir))
     assert result.returncode == 0, result.stderr
     assert KEY not in " ".join(" ".join(process.cmdline()) for process in psutil.Process(os.getpid()).parents())
+
+
+def post(port: int, path: str, body: dict[str, Any]) -> tuple[Message, Any]:
+    """Return the headers and the body of the answer."""
+    headers = {
+        "authorization": f"Bearer {KEY}",
+        "anthropic-version": "2023-06-01",
+        "content-type": "application/json",
+    }
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return answer.headers, json.load(answer)
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "fields"),
+    [
+        ("/v1/chat/completions", "max_completion_tokens", {"messages": HI, "stop": VOWELS}),
+        ("/v1/chat/completions", "max_tokens", {"messages": HI, "stop": VOWELS}),
+        ("/v1/completions", "max_tokens", {"prompt": "Hi", "stop": VOWELS}),
+        ("/v1/messages", "max_tokens", {"messages": HI, "stop_sequences": VOWELS}),
+        ("/v1/responses", "max_output_tokens", {"input": "Hi", "background": True}),
+    ],
+)
+def test_a_limit_that_no_output_can_reach_is_listed_as_ignored(
+    served: Service, ports: tuple[int, int], path: str, name: str, fields: dict[str, Any]
+) -> None:
+    def ignored(limit: int) -> str | None:
+        body = {"model": "my-model", name: limit, **fields}
+        headers, answered = post(ports[1], path, body)
+        if path == "/v1/responses":
+            post(ports[1], f"{path}/{answered['id']}/cancel", {})
+        return headers.get("x-midstream-ignored")
+
+    assert (ignored(8193), ignored(8192)) == (name, None)
 
 
 def test_examples_and_commands_send_the_key_of_the_environment(served: Service, ports: tuple[int, int]) -> None:
