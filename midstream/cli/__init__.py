@@ -48,6 +48,7 @@ PROGRAMS = {
     "worker": ("gpu_worker", "run a single worker"),
     "detokenizer": ("detokenizer", "run a single detokenizer"),
     "replay": ("scheduler.replay.replay", "replay a scheduler recording, unchanged or with other settings"),
+    "backup": ("scheduler.journal.backup", "copy the journal and the documents of a running scheduler"),
     "simulate": ("scheduler.replay.simulator", "run the scheduler with simulated workers, to plan capacity"),
 }
 
