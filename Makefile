@@ -8,12 +8,12 @@ PROTO_OUT := .
 
 .PHONY: demo demo-kill test test-kernels check check-others format protos docs bench bench-peers wheel test-wheel release images push check-manifests test-published test-proxies e2e-containers e2e-dashboard e2e-release clean
 
-demo: $(VENV)/.ready
+demo: $(VENV)/.services
 	@$(BIN)/midstream demo
 
 # The same demo while processes are killed in turn; fails unless every answer is identical to that of a run without
 # kills.
-demo-kill: $(VENV)/.ready
+demo-kill: $(VENV)/.services
 	@$(BIN)/midstream demo --kill
 
 # Tests spend part of their time waiting, so there are more processes than processors, and the checks, mostly mypy in one
@@ -60,7 +60,7 @@ docs: .venv-docs/bin/mkdocs
 	@.venv-docs/bin/mkdocs build --quiet --strict && echo build/site/index.html
 
 # Starts the service on this machine, measures it with every workload, and stops it.
-bench: $(VENV)/.ready
+bench: $(VENV)/.services
 	@$(BIN)/midstream up --detach --port 0 --http-port 0 --run-dir .run/bench && trap '$(BIN)/midstream down --run-dir .run/bench' EXIT \
 		&& $(BIN)/midstream bench --run-dir .run/bench
 
@@ -120,8 +120,13 @@ e2e-dashboard: $(VENV)/.ready
 clean:
 	rm -rf $(VENV) .venv-protos .venv-manifests .venv-proxies .venv-release .venv-docs build dist kernels/_build
 
-$(VENV)/.ready: pyproject.toml constraints.txt $(wildcard kernels/csrc/*)
+# What services and commands need, and in addition what tests and checks need.
+$(VENV)/.services: pyproject.toml constraints.txt $(wildcard kernels/csrc/*)
 	@$(PYTHON) -m midstream.setup_env --venv $(VENV)
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.services
+	@$(PYTHON) -m midstream.setup_env --venv $(VENV) --tests
 	@touch $@
 
 # At run time, generated code requires at least the protobuf and gRPC versions of its generator, so these are the oldest

@@ -119,3 +119,13 @@ def _pages(entry: object) -> list[str]:
     if isinstance(entry, list):
         return [page for item in entry for page in _pages(item)]
     return [str(entry)]
+
+
+@pytest.mark.parametrize("workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
+def test_workflows_run_targets_that_exist(workflow: Path) -> None:
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"].values()
+    commands = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+    made = {target for command in commands for target in re.findall(r"\bmake ([a-z-]+)", command)}
+    assert made
+    assert made <= targets

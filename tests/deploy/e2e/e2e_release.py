@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import tarfile
 import zipfile
@@ -66,7 +67,7 @@ def test_the_sources_have_what_the_wheel_has(releases: list[Path]) -> None:
     with tarfile.open(releases[0] / f"midstream-{__version__}.tar.gz") as archive:
         packed = {name.removeprefix(prefix) for name in archive.getnames()}
     with zipfile.ZipFile(wheel) as archive:
-        modules = {name for name in archive.namelist() if ".dist-info/" not in name and "/_build/" not in name}
+        modules = {name for name in archive.namelist() if not re.search(r"\.dist-info/|/_build/|/$", name)}
     folders = ("detokenizer", "gpu_worker", "kernels", "protos", "router", "scheduler")
     in_sources = {name.removeprefix("midstream/") if name.split("/")[1] in folders else name for name in modules}
     assert in_sources <= packed
