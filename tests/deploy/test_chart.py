@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import re
 import runpy
 import shutil
 import subprocess
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from midstream import __version__
 from tests.deploy.rendering import ROOT, Manifest, container_of, render
 
 CHART = ROOT / "deploy" / "helm" / "midstream"
@@ -25,10 +28,42 @@ def helm(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def objects_of(text: str) -> dict[tuple[str, str], Manifest]:
+    """Return objects by kind and name; names are without that of the release, which is `midstream`."""
     objects = [item for item in yaml.safe_load_all(text) if item]
-    found = {(item["kind"], item["metadata"]["name"]): item for item in objects}
+    found = {(item["kind"], item["metadata"]["name"].removeprefix("midstream-")): item for item in objects}
     assert len(found) == len(objects)
     return found
+
+
+_RELEASE_LABELS = (
+    "app.kubernetes.io/instance",
+    "app.kubernetes.io/managed-by",
+    "app.kubernetes.io/version",
+    "helm.sh/chart",
+)
+
+
+def without_release(item: Manifest) -> Manifest:
+    """Return an object without what names the release `midstream`, and without the hash of its settings."""
+    text = yaml.safe_dump(item)
+    text = "".join(line for line in text.splitlines(keepends=True) if not line.strip().startswith(_RELEASE_LABELS))
+    # Images have these names too, after the registry or before a tag.
+    text = re.sub(r"(?<=[ /])(?<!team/)midstream-(?!gpu-worker)([a-z-]+)(?=$|:50)", r"\1", text, flags=re.MULTILINE)
+    text = re.sub(r"midstream-[0-9a-z]{10}$", "midstream-HASH", text, flags=re.MULTILINE)
+    plain: Manifest = yaml.safe_load(text)
+    # The overlays label what they select, and the chart labels everything.
+    labels = plain["metadata"].pop("labels", {})
+    labels.pop("app.kubernetes.io/name", None)
+    plain["metadata"] |= {"labels": labels} if labels else {}
+    if plain["kind"] == "NetworkPolicy" and plain["spec"]["podSelector"] == {
+        "matchLabels": {"app.kubernetes.io/name": "midstream"}
+    }:
+        plain["spec"]["podSelector"] = {}  # the overlays have a namespace of their own
+    if plain["kind"] == "ScaledObject":
+        for trigger in plain["spec"]["triggers"]:
+            query = trigger["metadata"]["query"]
+            trigger["metadata"]["query"] = re.sub(r',pod=~"midstream-[^"]*"', "", query)
+    return plain
 
 
 def chart(values: str, *flags: str) -> dict[tuple[str, str], Manifest]:
@@ -77,7 +112,11 @@ def test_without_other_values_it_is_the_overlay(overlay: str, flags: tuple[str, 
         if item["kind"] == "Deployment":  # an overlay of one's own names the registry
             (container,) = item["spec"]["template"]["spec"]["containers"]
             container["image"] = f"registry.example/team/{container['image']}"
-    assert ours == theirs
+    plain = [without_release(item) for item in ours.values()]
+    assert {(item["kind"], item["metadata"]["name"]): item for item in plain} == {
+        (kind, re.sub(r"^midstream-[0-9a-z]{10}$", "midstream-HASH", name)): without_release(item)
+        for (kind, name), item in theirs.items()
+    }
 
 
 def test_values_change_the_corresponding_settings() -> None:
@@ -135,19 +174,25 @@ def test_what_prometheus_adapter_cannot_scale_is_rejected(flags: str, words: str
     assert words in made.stderr
 
 
+def settings_of(objects: dict[tuple[str, str], Manifest]) -> str:
+    """Return the name of the ConfigMap that all components read."""
+    (found,) = (name for kind, name in objects if kind == "ConfigMap" and re.fullmatch(r"[0-9a-f]{10}", name))
+    return found
+
+
 def test_a_changed_setting_rolls_out() -> None:
-    (before,) = (name for kind, name in chart("cpu") if kind == "ConfigMap" and name.startswith("midstream-"))
+    before = settings_of(chart("cpu"))
     objects = chart(
         "cpu", "--set-string", "settings.MIDSTREAM_MAX_QUEUE_SIZE=7", "--set-string", "model.path=/models/x"
     )
-    (after,) = (name for kind, name in objects if kind == "ConfigMap" and name.startswith("midstream-"))
+    after = settings_of(objects)
     assert before != after
     data = objects["ConfigMap", after]["data"]
     assert (data["MIDSTREAM_MAX_QUEUE_SIZE"], data["MIDSTREAM_MODEL"]) == ("7", "/models/x")
-    assert data["MIDSTREAM_SCHEDULERS"] == "dns:///scheduler:50052"
+    assert data["MIDSTREAM_SCHEDULERS"] == "dns:///midstream-scheduler:50052"
     for part in ("router", "scheduler", "detokenizer", "worker"):
         container = container_of(objects["Deployment", part]["spec"]["template"])
-        assert container["envFrom"][0] == {"configMapRef": {"name": after}}
+        assert container["envFrom"][0] == {"configMapRef": {"name": f"midstream-{after}"}}
 
 
 def test_all_objects_are_in_the_namespace_of_the_release() -> None:
@@ -266,3 +311,85 @@ def test_runbooks_are_where_the_documentation_is_published() -> None:
     alerts = objects["ConfigMap", "prometheus"]["data"]["alerts.yaml"]
     assert "runbook_url: https://wiki.example/midstream/operations/#midstreampartdown" in alerts
     assert "midstream.example" not in alerts
+
+
+def test_two_releases_in_one_namespace_share_nothing() -> None:
+    """Each has its own objects, and selects and reaches only its own pods."""
+
+    def rendered(release: str) -> list[Manifest]:
+        flags = ("-f", str(CHART / "ci" / "keda.yaml"), "--namespace", "n", "--set", "podMonitor.enabled=true")
+        made = helm("template", release, str(CHART), *flags)
+        assert made.returncode == 0, made.stderr
+        return [item for item in yaml.safe_load_all(made.stdout) if item]
+
+    one, other = rendered("one"), rendered("other")
+    names = [{(item["kind"], item["metadata"]["name"]) for item in objects} for objects in (one, other)]
+    assert len(names[0]) == len(names[1]) == len(one)
+    assert not names[0] & names[1]
+    assert "one-midstream" not in yaml.safe_dump_all(other)
+    own = {name for _, name in names[0]}
+    for item in one:
+        assert item["metadata"]["name"].startswith("one-midstream")
+        for selector in selectors_in(item.get("spec", {})):
+            assert selector.get("app.kubernetes.io/instance") == "one", (item["kind"], item["metadata"]["name"])
+        for name in references_in(item.get("spec", {})):
+            assert name in own, (item["kind"], item["metadata"]["name"])
+    (settings,) = (item["data"] for item in one if "MIDSTREAM_SCHEDULERS" in item.get("data", {}))
+    assert settings["MIDSTREAM_SCHEDULERS"] == "dns:///one-midstream-scheduler:50052"
+    assert settings["MIDSTREAM_DETOKENIZERS"] == "dns:///one-midstream-detokenizer:50054"
+    assert settings["MIDSTREAM_SCHEDULER"] == "tcp://one-midstream-scheduler:50053"
+    queries = [
+        trigger["metadata"]["query"]
+        for item in one
+        if item["kind"] == "ScaledObject"
+        for trigger in item["spec"]["triggers"]
+    ]
+    assert queries
+    assert all('pod=~"one-midstream-(router|scheduler|detokenizer|worker)-.*"' in query for query in queries)
+
+
+def selectors_in(part: object) -> Iterator[dict[str, str]]:
+    """Yield the labels by which part of an object labels or selects Midstream's pods."""
+    if isinstance(part, list):
+        for item in part:
+            yield from selectors_in(item)
+    elif isinstance(part, dict):
+        for key, value in part.items():
+            is_ours = isinstance(value, dict) and not value.keys().isdisjoint(
+                ("app.kubernetes.io/component", "app.kubernetes.io/name", "midstream/role")
+            )
+            if is_ours and key in ("matchLabels", "labels", "selector"):
+                yield value
+            else:
+                yield from selectors_in(value)
+
+
+def references_in(part: object) -> Iterator[str]:
+    """Yield the names of a release's other objects to which part of an object refers."""
+    if isinstance(part, list):
+        for item in part:
+            yield from references_in(item)
+    elif isinstance(part, dict):
+        for key, value in part.items():
+            if key in ("serviceAccountName", "claimName"):
+                yield value
+            elif key in ("scaleTargetRef", "configMapRef") or key == "service":
+                yield value["name"]
+            else:
+                yield from references_in(value)
+
+
+def test_a_release_that_is_named_after_the_chart_does_not_repeat_it() -> None:
+    made = helm("template", "my-midstream-2", str(CHART), "--set", REGISTRY)
+    names = [item["metadata"]["name"] for item in yaml.safe_load_all(made.stdout) if item]
+    assert "my-midstream-2-router" in names
+    assert all(name.startswith("my-midstream-2-") for name in names)
+
+
+def test_objects_have_the_labels_that_helm_recommends() -> None:
+    for item in chart("cpu", "--set", "podMonitor.enabled=true,podMonitor.labels.release=prometheus").values():
+        labels = item["metadata"]["labels"]
+        assert labels["app.kubernetes.io/name"] == labels["app.kubernetes.io/instance"] == "midstream"
+        assert labels["app.kubernetes.io/managed-by"] == "Helm"
+        assert labels["helm.sh/chart"] == f"midstream-{__version__}"
+        assert labels["app.kubernetes.io/version"] == __version__
