@@ -32,6 +32,10 @@ for overlay in overlays/*/; do
     kubectl kustomize "$overlay" > "$rendered/$name.yaml"
     validate "$rendered/$name.yaml"
 done
+cp examples/*.yaml "$rendered"
+for example in examples/*.yaml; do
+    validate "$example"
+done
 for values in ../helm/midstream/ci/*.yaml; do
     name=chart-$(basename "$values" .yaml)
     "$bin/helm" lint --strict --quiet ../helm/midstream --values "$values"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import runpy
 import shutil
@@ -15,6 +16,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from midstream import __version__
+from midstream.config import KNOWN_SETTINGS
 from tests.deploy.rendering import ROOT, Manifest, container_of, render
 
 CHART = ROOT / "deploy" / "helm" / "midstream"
@@ -224,10 +226,20 @@ def test_a_pod_monitor_sets_the_labels_of_the_scrape_configuration(is_secure: st
 
 
 @pytest.mark.parametrize(
-    "flags", ["acelerator=cpu", "accelerator=tpu", "settings.MAX_QUEUE_SIZE=7", "replicas.worker=-1"]
+    "flags",
+    [
+        "acelerator=cpu",
+        "accelerator=tpu",
+        "settings.MAX_QUEUE_SIZE=7",
+        "settings.MIDSTREAM_MAX_QUEUE_SIZ=7",
+        "settings.MIDSTREAM_MAX_QUEUE_SIZE=many",
+        "settings.MIDSTREAM_LOG_LEVEL=loud",
+        "settings.MIDSTREAM_TLS=maybe",
+        "replicas.worker=-1",
+    ],
 )
 def test_an_unknown_value_is_rejected(flags: str) -> None:
-    made = helm("template", "midstream", str(CHART), "--set", flags)
+    made = helm("template", "midstream", str(CHART), "--set", REGISTRY, "--set-string", flags)
     assert made.returncode != 0
     assert "values don't meet the specifications of the schema" in made.stderr
 
@@ -393,3 +405,31 @@ def test_objects_have_the_labels_that_helm_recommends() -> None:
         assert labels["app.kubernetes.io/managed-by"] == "Helm"
         assert labels["helm.sh/chart"] == f"midstream-{__version__}"
         assert labels["app.kubernetes.io/version"] == __version__
+
+
+def test_the_schema_of_settings_is_generated() -> None:
+    committed = (CHART / "values.schema.json").read_text(encoding="utf-8")
+    assert committed == runpy.run_path(str(CHART.parent / "generate.py"))["schema"](), "run deploy/helm/generate.py"
+    properties = json.loads(committed)["properties"]["settings"]["properties"]
+    known = {f"MIDSTREAM_{name.upper()}" for name in KNOWN_SETTINGS - {"home", "token_file", "api_key"}}
+    assert properties.keys() == known
+
+
+def test_the_readme_lists_every_value() -> None:
+    readme = (CHART / "README.md").read_text(encoding="utf-8")
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    assert [name for name in values if f"`{name}" not in readme and name != "servedModelName"] == []
+
+
+def test_the_example_job_fills_the_claim_that_the_overlay_serves() -> None:
+    path = ROOT / "deploy" / "k8s" / "examples" / "fill-models.yaml"
+    claim, job, policy = yaml.safe_load_all(path.read_text(encoding="utf-8"))
+    pod = job["spec"]["template"]
+    container = container_of(pod)
+    served = render("gpu")
+    volumes = served.pods()["worker"]["spec"]["volumes"]
+    claims = {volume["persistentVolumeClaim"]["claimName"] for volume in volumes if volume["name"] == "models"}
+    assert claims == {claim["metadata"]["name"]}
+    assert container["command"][-1] == served.config()["MIDSTREAM_MODEL"]
+    assert policy["spec"]["podSelector"]["matchLabels"] == pod["metadata"]["labels"]
+    assert pod["spec"]["securityContext"]["runAsUser"] == 65532  # that of the workers, who read the files
