@@ -14,7 +14,11 @@ from deploy.release.compatibility import record_tests
 
 ROOT = Path(__file__).parents[1]
 # The tests that run PostgreSQL.
-_POSTGRES = ("tests/integration/test_poolers.py", "tests/integration/test_standby.py")
+_POSTGRES = (
+    "tests/integration/test_poolers.py",
+    "tests/integration/test_standby.py",
+    "tests/scheduler/test_documents.py",
+)
 
 
 class Recorder:
