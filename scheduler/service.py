@@ -44,6 +44,7 @@ from scheduler.journal.documents import DocumentStore
 from scheduler.journal.log import LogStore
 from scheduler.journal.log_folder import LogFolder
 from scheduler.journal.off import NoJournal
+from scheduler.journal.paths import beside
 from scheduler.journal.sqlite import SqliteStore, is_sqlite
 from scheduler.journal.sqlite_documents import SqliteDocuments
 from scheduler.journal.store import Store
@@ -395,7 +396,7 @@ def make_journal(
     if config.journal in ("log", "sqlite"):
         suffix = "journal" if config.journal == "log" else "sqlite"
         path = Path(config.journal_path) if config.journal_path else midstream_home() / f"scheduler-{port}.{suffix}"
-        documents = SqliteDocuments(_beside(path, ".documents"))
+        documents = SqliteDocuments(beside(path, ".documents"))
         return ThreadedJournal(_file_store(config, path), limits, model.fingerprint, clock, documents)
     store, postgres_documents = _postgres_stores(config)
     return ThreadedJournal(store, limits, model.fingerprint, clock, postgres_documents)
@@ -410,22 +411,12 @@ def _file_store(config: SchedulerConfig, path: Path) -> Store:
         if path.is_dir():
             raise ConfigError(f"{path} is a folder; use --journal log, or the path of a file", field="journal_path")
         return SqliteStore(path)
-    predecessor = _beside(path, ".sqlite")
+    predecessor = beside(path, ".sqlite")
     if path.is_file():
         if not is_sqlite(path):
             raise ConfigError(f"{path} is not a journal; use the path of a folder", field="journal_path")
         predecessor, path = path, path.with_name(path.name + ".log")
     return LogStore(LogFolder(path), SqliteStore(predecessor))
-
-
-def _beside(path: Path, suffix: str) -> Path:
-    """Return the path of another file of the journal at `path`.
-
-    Only known suffixes of journals are replaced, so that journals such as `10.0.0.1` and `10.0.0.2` share no file.
-    """
-    if path.suffix in (".journal", ".sqlite"):
-        return path.with_suffix(suffix)
-    return path.with_name(path.name + suffix)
 
 
 def _postgres_stores(config: SchedulerConfig) -> tuple[Store, DocumentStore]:

@@ -33,6 +33,7 @@ _SHARING = (
     "executor",
     "feature_apis",
     "features",
+    "http_examples",
     "mixture",
     "pressure",
     "roles",
@@ -138,9 +139,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
             terminalreporter.write_line(f"{outcome.upper()} {report.nodeid} ({seconds}): {message}")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --record."""
+    parser.addoption("--record", action="store_true", help="add this run to docs/compatibility.json")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """End processes that faulthandler_timeout does not end."""
+    """End processes that faulthandler_timeout does not end, and record the run if that was asked for."""
+    if config.getoption("--record") and "PYTEST_XDIST_WORKER" not in os.environ:
+        from tests.recorder import Recorder
+
+        config.pluginmanager.register(Recorder(config.args))
     limit_s = float(config.getini("faulthandler_timeout"))
     if limit_s and config.pluginmanager.hasplugin("dsession"):
         config.pluginmanager.register(StalledProcesses(limit_s + 60))

@@ -11,7 +11,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from midstream.cli import COMMANDS, PROGRAMS
-from midstream.config import KNOWN_SETTINGS
+from midstream.config import KNOWN_SETTINGS, reference
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -94,6 +94,13 @@ def methods_of(file: Path) -> set[str]:
     return {f"{owner.name}.{item.name}" for owner in classes for item in owner.body if isinstance(item, functions)}
 
 
+def test_the_page_of_settings_is_generated() -> None:
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run python -m midstream.config.reference"
+    assert {name.upper() for name in KNOWN_SETTINGS} == set(
+        re.findall(r"MIDSTREAM_([A-Z_0-9]+)[`=]", reference.page())
+    ) - {""}
+
+
 @pytest.mark.parametrize("name", sorted(PROGRAMS))
 def test_every_program_has_a_module_that_runs(name: str) -> None:
     module, _ = PROGRAMS[name]
@@ -112,3 +119,13 @@ def _pages(entry: object) -> list[str]:
     if isinstance(entry, list):
         return [page for item in entry for page in _pages(item)]
     return [str(entry)]
+
+
+@pytest.mark.parametrize("workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
+def test_workflows_run_targets_that_exist(workflow: Path) -> None:
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"].values()
+    commands = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+    made = {target for command in commands for target in re.findall(r"\bmake ([a-z-]+)", command)}
+    assert made
+    assert made <= targets

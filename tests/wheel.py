@@ -1,9 +1,9 @@
-"""Install dist/*.whl as a user would, without the checkout and without a compiler, and run the service tests there.
+"""Install a wheel as a user would, without the checkout and without a compiler, and run the service tests there.
 
 The tests are copied to a separate folder and import `midstream.router` and so on instead of `router`, so that none of
 the checkout's packages can be imported. They are run by the Python of that environment.
 
-python -m tests.wheel [PYTEST ARGUMENTS]
+python -m tests.wheel WHEEL [PYTEST ARGUMENTS]
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ print(*sorted({file.split("/")[0] for file in files if ".dist-info" not in file 
 
 
 def main() -> int:
-    (wheel,) = (ROOT / "dist").glob("midstream-*.whl")
+    wheel = Path(sys.argv[1]).resolve(strict=True)
     with tempfile.TemporaryDirectory(prefix="midstream-wheel-") as temporary:
         folder = Path(temporary)
         python = install(wheel, folder / "venv")
@@ -48,7 +48,7 @@ def main() -> int:
         first_token_s = answer_once(python, folder, environment)
         pip_install(python, f"{wheel}[dev]", "setuptools")
         copy_tests(folder / "tests-of-wheel")
-        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(sys.argv[1:] or TESTS)]
+        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(sys.argv[2:] or TESTS)]
         status = subprocess.run(command, cwd=folder / "tests-of-wheel", env=environment, check=False).returncode
         # This limit is checked last, since a loaded machine may exceed it, and the results of the tests are useful even
         # then.

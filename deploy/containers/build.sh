@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # Builds the images midstream-router, -scheduler, -detokenizer and -gpu-worker with buildah.
 #
-#   BASE_IMAGE   base image [a Debian with Python, built here with mmdebstrap, so that no registry is needed]
-#   TAG          tag of the images [0.1.0]
-#   PARTS        images to build [all]
+#   BASE_IMAGE     base image [a Debian with Python, built here with mmdebstrap, so that no registry is needed]
+#   BASE_ARCHIVE   a root file system (.tar) from which the base image is made, instead of BASE_IMAGE
+#   TAG            tag of the images [printed by tag.sh]
+#   PARTS          images to build [all]
+#   SOURCE_DATE_EPOCH   time of all files and images, in Unix seconds: the same sources and the same base then make the
+#                       same images [unset: the current time]
 #
 # Arguments are passed to buildah: `--build-arg ACCELERATOR=cuda` builds a worker for GPUs if pip finds PyTorch with CUDA.
 #
@@ -12,23 +15,25 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-tag=${TAG:-0.1.0}
+tag=${TAG:-$(deploy/containers/tag.sh)}
 base=${BASE_IMAGE:-}
-if [ -z "$base" ]; then
+times=(${SOURCE_DATE_EPOCH:+--timestamp "$SOURCE_DATE_EPOCH"})
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+if [ -n "${BASE_ARCHIVE:-}" ]; then
+    base=localhost/midstream-base:$(sha256sum "$BASE_ARCHIVE" | cut -c1-16)${SOURCE_DATE_EPOCH:+-$SOURCE_DATE_EPOCH}
+    ln "$BASE_ARCHIVE" "$folder/rootfs.tar" 2> /dev/null || cp "$BASE_ARCHIVE" "$folder/rootfs.tar"
+elif [ -z "$base" ]; then
     base=localhost/midstream-base:bookworm
-    if ! buildah inspect --type image "$base" > /dev/null 2>&1; then
-        echo "$base: made by mmdebstrap"
-        rootfs=$(mktemp --suffix=.tar)
-        trap 'rm -f "$rootfs"' EXIT
-        mmdebstrap --quiet --variant=minbase --include=python3,python3-venv,ca-certificates \
-            --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
-            --dpkgopt='path-exclude=/usr/share/locale/*' \
-            --customize-hook='rm -rf "$1"/var/lib/apt/lists/* "$1"/var/cache/apt/*' bookworm "$rootfs"
-        podman import --quiet "$rootfs" "$base" > /dev/null
-    fi
+fi
+if [ -z "${BASE_IMAGE:-}" ] && ! buildah inspect --type image "$base" > /dev/null 2>&1; then
+    echo "$base: made from ${BASE_ARCHIVE:-Debian by mmdebstrap}"
+    [ -e "$folder/rootfs.tar" ] || deploy/containers/base.sh "$folder/rootfs.tar"
+    printf 'FROM scratch\nADD rootfs.tar /\n' > "$folder/Containerfile"
+    buildah build --quiet "${times[@]}" --isolation chroot --tag "$base" "$folder" > /dev/null
 fi
 
-flags=(--quiet --layers --isolation "${BUILDAH_ISOLATION:-chroot}" --build-arg BASE_IMAGE="$base")
+flags=(--quiet --layers "${times[@]}" --isolation "${BUILDAH_ISOLATION:-chroot}" --build-arg BASE_IMAGE="$base")
 for name in PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS; do
     flags+=(--build-arg "$name=${!name:-}")
 done
@@ -44,7 +49,8 @@ build() {
         "built in $((SECONDS - started)) s"
 }
 
-build midstream-model model.Containerfile
+build midstream-model model.Containerfile ${SOURCE_DATE_EPOCH:+--build-arg "SOURCE_DATE_EPOCH=$SOURCE_DATE_EPOCH"} "$@"
 for part in ${PARTS:-router scheduler detokenizer gpu_worker}; do
     build "midstream-${part//_/-}" "$part.Containerfile" --build-arg "MODEL_IMAGE=localhost/midstream-model:$tag" "$@"
 done
+echo "To push them: make push REGISTRY=registry.example/team TAG=$tag"

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import midstream
 from midstream.errors import MidstreamError
@@ -52,6 +52,7 @@ PROGRAMS = {
     "worker": ("gpu_worker", "run a single worker"),
     "detokenizer": ("detokenizer", "run a single detokenizer"),
     "replay": ("scheduler.replay.replay", "replay a scheduler recording, unchanged or with other settings"),
+    "backup": ("scheduler.journal.backup", "copy the journal and the documents of a running scheduler"),
     "simulate": ("scheduler.replay.simulator", "run the scheduler with simulated workers, to plan capacity"),
 }
 
@@ -108,27 +109,43 @@ def _unrecognized(words: list[str], command: argparse.ArgumentParser) -> str:
     """Return an error message for arguments that `command` does not have; it suggests the setting or flag that may be
     meant.
     """
-    from midstream.cli.other_servers import our_flag
+    from midstream.cli.other_servers import advice_for, our_flag
     from midstream.config import KNOWN_SETTINGS
 
-    flag = words[0].partition("=")[0]
-    ours = our_flag(flag)
-    setting = ours.removeprefix("--").replace("-", "_")
     known = re.findall(r"--[\w-]+", command.format_usage())
-    hint = ""
-    if ours in known:
-        hint = f"; did you mean {ours}?"
-    elif ours == "--model":
-        hint = f"; the model is an argument without a flag: {command.prog} MODEL"
-    elif ours.startswith("--") and setting in KNOWN_SETTINGS:
-        hint = f"; this is a setting of the services: MIDSTREAM_{setting.upper()}=VALUE {command.prog} …"
-    elif close := difflib.get_close_matches(flag, known, n=1):
-        hint = f"; did you mean {close[0]}?"
-    return f"unrecognized arguments: {' '.join(words)}{hint}"
+
+    def hint(flag: str) -> str:
+        ours = our_flag(flag)
+        setting = ours.removeprefix("--").replace("-", "_")
+        if ours in known:
+            return f"did you mean {ours}?"
+        if ours == "--model":
+            return f"the model is an argument without a flag: {command.prog} MODEL"
+        if ours.startswith("--") and setting in KNOWN_SETTINGS:
+            return f"this is a setting of the services: MIDSTREAM_{setting.upper()}=VALUE {command.prog} …"
+        if advice := advice_for(flag):
+            return advice
+        close = difflib.get_close_matches(flag, known, n=1)
+        return f"did you mean {close[0]}?" if close else ""
+
+    flags = list(dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("-")))
+    hints = {flag: hint(flag) for flag in flags or words[:1]}
+    if len(hints) == 1:
+        (only,) = hints.values()
+        return f"unrecognized arguments: {' '.join(words)}" + (f"; {only}" if only else "")
+    lines = (f"  {flag}: {text or 'unknown'}" for flag, text in hints.items())
+    return "\n".join([f"unrecognized arguments: {' '.join(words)}", *lines])
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that accepts only whole names of flags: an abbreviation could mean another flag in a later version."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="midstream", description=midstream.__doc__)
+    parser = _Parser(prog="midstream", description=midstream.__doc__)
     parser.add_argument("--version", action="version", version=f"midstream {midstream.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module_name, text) in COMMANDS.items():

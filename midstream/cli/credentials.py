@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from midstream.cli.run_dir import RunDir
+from midstream.config import API_KEY_VARIABLE
 from midstream.config.loading import TRUE_WORDS
 from midstream.errors import ConfigError
 from midstream.security.tls import Tls
@@ -28,7 +29,7 @@ def add_credentials(parser: argparse.ArgumentParser) -> None:
         ("tls-ca", "CA certificates with which to verify the routers' certificates."),
         ("tls-cert", "Client certificate."),
         ("tls-key", "Private key of the client certificate."),
-        ("token-file", "File with the bearer token."),
+        ("token-file", "File with the API key or other bearer token, instead of MIDSTREAM_API_KEY."),
     ):
         variable = "MIDSTREAM_" + name.replace("-", "_").upper()
         parser.add_argument(
@@ -43,8 +44,8 @@ def add_credentials(parser: argparse.ArgumentParser) -> None:
 
 
 def credentials_of(arguments: argparse.Namespace) -> Credentials:
-    """Return the credentials given by the flags; the default token is the one in the service's run directory. Raises
-    ConfigError if a file cannot be used.
+    """Return the credentials given by the flags. Without a token file, the token is that of the service in the run
+    directory, if no address is given, or MIDSTREAM_API_KEY. Raises ConfigError if a file cannot be used.
     """
     is_on = arguments.tls
     if is_on is None:
@@ -57,7 +58,8 @@ def credentials_of(arguments: argparse.Namespace) -> Credentials:
     if not token_file and not getattr(arguments, "address", None) and "run_dir" in arguments:
         own = RunDir(arguments.run_dir).token
         token_file = str(own) if own.exists() else ""
-    return Credentials(tls=tls, server_name=arguments.server_name, token=_read_token(token_file))
+    token = _read_token(token_file) or os.environ.get(API_KEY_VARIABLE, "")
+    return Credentials(tls=tls, server_name=arguments.server_name, token=token)
 
 
 def _read_token(path: str) -> str:

@@ -23,6 +23,7 @@ from midstream.cli import health
 from midstream.cli.logs import last_lines, last_message
 from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, is_alive, orphans, started_ticks
 from midstream.cli.topology import ProcessSpec
+from midstream.config import API_KEY_VARIABLE
 from midstream.errors import ExecutionError
 from midstream.python_process import python_environment
 
@@ -232,7 +233,7 @@ class _Process:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=python_environment(os.environ | self.spec.environment),
+                env=python_environment(_environment() | self.spec.environment),
             )
         self._update(
             replace(
@@ -282,6 +283,11 @@ class _Process:
         if state != self.state:
             self.state = state
             self._changed()
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables of services: routers would refuse a client's key."""
+    return {name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE}
 
 
 def stop_orphans(state: RunState | None) -> int:

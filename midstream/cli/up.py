@@ -21,7 +21,7 @@ from midstream.cli.display import RunDisplay
 from midstream.cli.run_dir import ProcessPhase, RunDir, RunState, default_run_dir, run_dir_flag
 from midstream.cli.supervisor import HURRIED_STOP_S, Supervisor
 from midstream.cli.topology import Topology, check_ports, plan_processes
-from midstream.config import KNOWN_SETTINGS, RouterConfig, check_environment, parse_config
+from midstream.config import API_KEY_VARIABLE, KNOWN_SETTINGS, RouterConfig, check_environment, parse_config
 from midstream.errors import ExecutionError
 from midstream.model.folder import EMBEDDED_MODEL, open_model_folder
 from midstream.model.hub import download, is_hub_name
@@ -79,7 +79,7 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help="Require clients to send this bearer token; repeatable.",
+        help="Require clients to send this key as a bearer token; repeatable. [MIDSTREAM_API_KEY]",
     )
     parser.add_argument("--routers", type=int, default=1, metavar="N", help="[1]")
     parser.add_argument(
@@ -120,7 +120,9 @@ def run(arguments: argparse.Namespace) -> int:
     check_ports(topology)
     name = f"{arguments.model}@{arguments.revision}" if arguments.revision else arguments.model
     topology = dataclasses.replace(topology, model=prepare_model(name, console))
-    os.environ.update(use_api_keys(run_dir, arguments.api_key, os.environ))
+    # The services have their keys in a file, and do not accept the variable.
+    key = os.environ.pop(API_KEY_VARIABLE, "")
+    os.environ.update(use_api_keys(run_dir, arguments.api_key or [key] * bool(key), os.environ))
     if not is_loopback(topology.host) and os.environ.get("MIDSTREAM_AUTH", "none") == "none":
         console.print(
             f"Routers listen on {topology.host} without authentication; use --api-key to require a key.", style="yellow"

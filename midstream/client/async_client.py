@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import os
 import random
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from midstream.client.request import Array, Message, SamplingParams, naming, set
 from midstream.client.result import Embeddings
 from midstream.client.retries import Retries, is_broken
 from midstream.client.stream import AsyncStream
+from midstream.config import API_KEY_VARIABLE
 from midstream.errors import InvalidArgumentError
 from midstream.receipts.evidence import Evidence
 from midstream.receipts.jwk import ReceiptKey
@@ -57,7 +59,7 @@ class AsyncClient:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         tls: Tls | None = None,
         server_name: str = "",
-        token: str = "",
+        token: str | None = None,
     ) -> None:
         """Create a client without connections. It belongs to the event loop in which it is first used.
 
@@ -69,8 +71,11 @@ class AsyncClient:
             max_message_bytes: Maximum size of a message in either direction, in bytes.
             tls: `Tls(ca=FILE)`, with `cert` and `key` if routers require a client certificate; None for plain text.
             server_name: Name in the routers' certificates, if it differs from their address.
-            token: Bearer token, if routers require one. Do not send it over a network without TLS.
+            token: API key or other bearer token, if routers require one; None for that in MIDSTREAM_API_KEY, if any. Do
+                not send it over a network without TLS.
         """
+        if token is None:
+            token = os.environ.get(API_KEY_VARIABLE, "")
         addresses = [addresses] if isinstance(addresses, str) else list(addresses)
         if not addresses:
             raise InvalidArgumentError("needs at least one router", field="addresses")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import reprlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
 from google.protobuf import message as pb_message
+from google.protobuf.descriptor import FieldDescriptor
 
 from midstream.errors import InvalidArgumentError
 from protos import generation_pb2 as pb
@@ -17,6 +19,19 @@ from protos import generation_pb2 as pb
 # A chat turn has `role`, `content` and `reasoning_content`, and for tools `tool_calls` (a list), `tool_call_id` and
 # `name`.
 Message = Mapping[str, object]
+_KINDS = {
+    FieldDescriptor.CPPTYPE_INT32: f"an integer from {-(1 << 31)} to {(1 << 31) - 1}",
+    FieldDescriptor.CPPTYPE_INT64: f"an integer from {-(1 << 63)} to {(1 << 63) - 1}",
+    FieldDescriptor.CPPTYPE_UINT32: f"an integer from 0 to {(1 << 32) - 1}",
+    FieldDescriptor.CPPTYPE_UINT64: f"an integer from 0 to {(1 << 64) - 1}",
+    FieldDescriptor.CPPTYPE_DOUBLE: "a number",
+    FieldDescriptor.CPPTYPE_FLOAT: "a number",
+    FieldDescriptor.CPPTYPE_BOOL: "True or False",
+    FieldDescriptor.CPPTYPE_ENUM: "one of the field's values",
+    FieldDescriptor.CPPTYPE_STRING: "text",
+}
+_WORDS = "text, or a list of texts"
+_IDS = "token ids, which are integers from 0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,19 +114,19 @@ class SamplingParams:
         set_fields(request.sampling, **self._values(_SAMPLING_FIELDS))
         set_fields(request.stopping, **self._values(_STOPPING_FIELDS))
         set_fields(request.output, **self._values(_OUTPUT_FIELDS))
-        with naming("embedding_bias"):
+        with naming("embedding_bias", f"a map from {_IDS} to numbers"):
             request.sampling.embedding_bias.update(self.embedding_bias or {})
-        with naming("stop"):
+        with naming("stop", _WORDS):
             request.stopping.stop_words.extend(words_of(self.stop))
-        with naming("stop_token_ids"):
+        with naming("stop_token_ids", f"a list of {_IDS}"):
             request.stopping.stop_token_ids.extend(self.stop_token_ids)
-        with naming("bad_words"):
+        with naming("bad_words", _WORDS):
             request.stopping.bad_words.extend(words_of(self.bad_words))
-        with naming("bad_word_token_ids"):
+        with naming("bad_word_token_ids", f"a list of lists of {_IDS}"):
             request.stopping.bad_word_token_ids.extend(pb.TokenIds(values=ids) for ids in self.bad_word_token_ids)
-        with naming("stop_word_token_ids"):
+        with naming("stop_word_token_ids", f"a list of lists of {_IDS}"):
             request.stopping.stop_word_token_ids.extend(pb.TokenIds(values=ids) for ids in self.stop_word_token_ids)
-        with naming("additional_outputs"):
+        with naming("additional_outputs", "a map from names to booleans"):
             for name, gathers in (self.additional_outputs or {}).items():
                 request.output.additional_outputs.add(name=name, gather_context=gathers)
 
@@ -127,17 +142,21 @@ def set_fields(message: pb_message.Message, **values: object) -> None:
     """
     for name, value in values.items():
         if value is not None:
-            with naming(name):
+            kind = _KINDS[message.DESCRIPTOR.fields_by_name[name].cpp_type]
+            with naming(name, f"{kind}, not {reprlib.repr(value)}"):
                 setattr(message, name, value)
 
 
 @contextlib.contextmanager
-def naming(field: str) -> Iterator[None]:
-    """Convert an exception for a value of the wrong type or size into an InvalidArgumentError that names the field."""
+def naming(field: str, expected: str = "") -> Iterator[None]:
+    """Convert an exception for a value of the wrong type or size into an InvalidArgumentError that names the field and
+    says what is expected, instead of what protobuf or Python says.
+    """
     try:
         yield
     except (AttributeError, OverflowError, TypeError, ValueError) as error:
-        raise InvalidArgumentError(str(error), field=field) from None
+        reason = f"must be {expected}" if expected else f"has a value of the wrong type or size ({error})"
+        raise InvalidArgumentError(reason, field=field) from None
 
 
 def words_of(words: str | Sequence[str]) -> Sequence[str]:

@@ -14,8 +14,10 @@ from midstream.config.router import RouterConfig
 from midstream.config.scheduler import SchedulerConfig
 from midstream.config.service import ServiceConfig
 from midstream.config.worker import WorkerConfig
+from midstream.errors import ConfigError
 
 __all__ = [
+    "API_KEY_VARIABLE",
     "KNOWN_SETTINGS",
     "DetokenizerConfig",
     "RouterConfig",
@@ -28,12 +30,14 @@ __all__ = [
 
 ServiceConfigT = TypeVar("ServiceConfigT", bound=ServiceConfig)
 
-# Services may share an environment, so the variables of all services are allowed; so are MIDSTREAM_HOME (model cache)
-# and MIDSTREAM_TOKEN_FILE (command line).
+# The key that clients send, and that `midstream serve` requires.
+API_KEY_VARIABLE = "MIDSTREAM_API_KEY"
+# Services may share an environment, so the variables of all services are allowed; so are MIDSTREAM_HOME (model cache),
+# MIDSTREAM_TOKEN_FILE and MIDSTREAM_API_KEY (command line and clients).
 _CONFIG_CLASSES: tuple[type[ServiceConfig], ...] = (RouterConfig, SchedulerConfig, WorkerConfig, DetokenizerConfig)
 KNOWN_SETTINGS = frozenset(
     item.name for config_class in _CONFIG_CLASSES for item in dataclasses.fields(config_class)
-) | {"home", "token_file"}
+) | {"home", "token_file", "api_key"}
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
@@ -46,4 +50,10 @@ def load_config(config_class: type[ServiceConfigT], program: str) -> ServiceConf
     """Return the configuration of this process, from its command line and environment. Raises ConfigError if a variable
     is unknown, or a value cannot be parsed.
     """
+    if os.environ.get(API_KEY_VARIABLE):  # ignored, it would leave routers open to everyone
+        raise ConfigError(
+            "is the key that clients send; a router has its keys in a file: MIDSTREAM_AUTH=token and "
+            "MIDSTREAM_AUTH_TOKENS=FILE, with lines of KEY CLIENT_ID",
+            field=API_KEY_VARIABLE,
+        )
     return parse_config(config_class, sys.argv[1:], os.environ, program=program, known=KNOWN_SETTINGS)

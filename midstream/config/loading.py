@@ -42,7 +42,13 @@ def parse_config(
     """
     fields = {item.name: item for item in dataclasses.fields(config_class)}  # type: ignore[arg-type]
     types = get_type_hints(config_class)
-    parser = argparse.ArgumentParser(prog=program, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    # An abbreviation could mean another setting in a later version. The usage would list a hundred settings.
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage=f"{program} [--SETTING VALUE ...]; --help lists the settings",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
     for name, item in fields.items():
         flag = "--" + name.replace("_", "-")
         text, choices = item.metadata["help"], item.metadata["choices"]
@@ -56,7 +62,12 @@ def parse_config(
                 default=argparse.SUPPRESS,
                 help=f"{text} [{item.default}]",
             )
-    flags = vars(parser.parse_args(arguments))  # first, so that --help works even if variables are invalid
+    parsed, unknown = parser.parse_known_args(arguments)  # first, so that --help works even if variables are invalid
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        close = difflib.get_close_matches(flag, [f"--{name.replace('_', '-')}" for name in fields], n=1)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {close[0]}?" if close else ""))
+    flags = vars(parsed)
     values = _from_environment(fields, types, environment, known | frozenset(fields)) | flags
     for name, value in values.items():
         if name.split("_")[-1] == "port" and not 0 <= value <= MAX_PORT:

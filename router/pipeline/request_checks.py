@@ -190,7 +190,10 @@ def check_adapter_path(path: str, root: str, field: str) -> None:
     """
     current_caller.get().require(frozenset({Role.ADMIN}))
     if not root:
-        reason = "adapter paths require --adapter-root; name a loaded adapter instead"
+        reason = (
+            "adapters are not loaded by path here; to allow this, set MIDSTREAM_ADAPTER_ROOT (--adapter-root) of "
+            "routers and workers to a folder above the adapters"
+        )
         raise InvalidArgumentError(reason, field=field)
     # Workers check symbolic links, because the files are on their side.
     if not PurePath(os.path.normpath(path)).is_relative_to(os.path.normpath(root)) or "\0" in path:

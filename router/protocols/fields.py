@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
+from midstream.model.folder import ModelFolder
+from protos import generation_pb2 as pb
 from router.protocols.openai.body import Body
 
 Status = Literal["works", "refused", "ignored"]
@@ -559,6 +561,13 @@ def ignored_fields(body: Body, table: Table) -> list[str]:
 def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
     """Return the response header that lists ignored fields."""
     return {"x-midstream-ignored": ", ".join(ignored)} if ignored else {}
+
+
+def limit_without_effect(request: pb.GenerateRequest, model: ModelFolder, name: str = "max_tokens") -> list[str]:
+    """Return the field with the limit on output tokens if no output can reach it, since the model's context is shorter;
+    the output then ends with the context. Otherwise return an empty list.
+    """
+    return [name] if request.max_tokens > model.max_sequence_length else []
 
 
 def _paths(fields: Mapping[str, object], prefix: str, opaque: tuple[str, ...]) -> Iterator[tuple[str, object]]:

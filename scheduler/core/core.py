@@ -271,11 +271,14 @@ class SchedulerCore:
         for request in requests:
             request.count_preemption()
             self.totals.num_preemptions += 1
-            self._postpone(group, request, 0)
+            self._requeue(group, request, 0)
 
     def _postpone(self, group: WorkerGroup, request: Request, delay_ns: int) -> None:
-        """Release an active request and queue it again; it may start again after `delay_ns`. This is no preemption if
-        the request itself has to wait, for example for its grammar.
-        """
+        """Queue an active request again that cannot run yet, for example because its grammar is being compiled."""
+        self.totals.num_postponements += 1
+        self._requeue(group, request, delay_ns)
+
+    def _requeue(self, group: WorkerGroup, request: Request, delay_ns: int) -> None:
+        """Release an active request and queue it again; it may start again after `delay_ns`."""
         group.release(request)
         self.membership.requeue(request, delay_ns)

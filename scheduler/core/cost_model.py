@@ -32,14 +32,32 @@ class CostModel:
         return int(1_000 * (self.step_us + cost))
 
 
+@dataclass(slots=True)
+class StepExtent:
+    """The largest of some steps."""
+
+    num_context_tokens: int = 0
+    num_generation_rows: int = 0
+
+    def add(self, num_context_tokens: int, num_generation_rows: int) -> None:
+        """Add a step."""
+        self.num_context_tokens = max(self.num_context_tokens, num_context_tokens)
+        self.num_generation_rows = max(self.num_generation_rows, num_generation_rows)
+
+
 class CostFit:
-    """A least-squares fit to recorded steps, in constant memory."""
+    """A least-squares fit to recorded steps, in constant memory.
+
+    Attributes:
+        extent: The largest of these steps; the costs of larger ones are extrapolated.
+    """
 
     def __init__(self, kept_weight: float = 1.0) -> None:
         """Create an empty fit; with `kept_weight` below 1, each new step multiplies the weight of all earlier steps by
         it.
         """
         self.num_steps = 0
+        self.extent = StepExtent()
         self._kept_weight = kept_weight
         self._products = [[0.0] * 3 for _ in range(3)]
         self._targets = [0.0] * 3
@@ -47,6 +65,7 @@ class CostFit:
     def add(self, num_context_tokens: int, num_generation_rows: int, duration_us: float) -> None:
         """Add a recorded step."""
         self.num_steps += 1
+        self.extent.add(num_context_tokens, num_generation_rows)
         kept, targets = self._kept_weight, self._targets
         features = (1.0, float(num_context_tokens), float(num_generation_rows))
         first, second, third = features

@@ -32,6 +32,7 @@ class Totals:
     num_finished_by_reason: dict[str, int] = field(default_factory=dict)
     num_completed: int = 0
     num_preemptions: int = 0
+    num_postponements: int = 0  # requests queued again because they cannot run yet
     num_recoveries: int = 0
     num_kind_changes: int = 0  # requests that moved to another kind of groups
     num_handovers: int = 0  # requests moved from prefill to decode groups

@@ -73,6 +73,11 @@ class SchedulerCollector(Collector):
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", totals.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", totals.prefix_cache_hits),
             ("num_preemptions", "Number of times a request was preempted.", totals.num_preemptions),
+            (
+                "num_postponements",
+                "Number of times a request was queued again because it cannot run yet: its grammar is compiled.",
+                totals.num_postponements,
+            ),
             ("num_recoveries", "Number of times a request lost its worker.", totals.num_recoveries),
             ("num_kind_changes", "Requests moved to another kind of workers.", totals.num_kind_changes),
             ("num_handovers", "Requests moved from prefill to decode groups.", totals.num_handovers),

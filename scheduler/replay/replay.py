@@ -167,7 +167,9 @@ def simulate(recorded: Replay, changes: Changes) -> Measures:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Replay a file; return 1 if there is a difference, 2 if the file is not a recording."""
-    parser = argparse.ArgumentParser(prog="midstream replay", description="Replay a recorded scheduler core.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="midstream replay", description="Replay a recorded scheduler core."
+    )
     parser.add_argument(
         "file", type=Path, metavar="FILE", help="A recording made by `python -m scheduler --record FILE`."
     )

@@ -17,7 +17,7 @@ from itertools import islice
 
 from scheduler.core.beams import Candidate
 from scheduler.core.core import SchedulerCore
-from scheduler.core.cost_model import CostModel
+from scheduler.core.cost_model import CostModel, StepExtent
 from scheduler.core.effects import Effect, Emitted, EpochEnded, FetchBlocks, GroupJoined, StepPlan
 from scheduler.core.events import (
     AbortRequested,
@@ -86,10 +86,16 @@ class SimulatedWorker:
     """A simulated worker group: it runs its steps in order, and fetches blocks concurrently."""
 
     def __init__(
-        self, registration: WorkerRegistered, cost: CostModel, scripts: Mapping[tuple[str, int], Script]
+        self,
+        registration: WorkerRegistered,
+        cost: CostModel,
+        scripts: Mapping[tuple[str, int], Script],
+        extent: StepExtent | None = None,
     ) -> None:
+        """Create a worker that adds its steps to `extent`."""
         self.registration = registration
         self._cost = cost
+        self._extent = extent or StepExtent()
         self._scripts = scripts
         self.join(0)
 
@@ -133,7 +139,9 @@ class SimulatedWorker:
         missing = frozenset(block for block, value in asked if value not in self._fetched)
         self._fetched.difference_update(plan.adopted_hashes)
         wire_ns = int(self._cost.wire_us * _NS_PER_US)
-        duration_ns = self._cost.step_ns(sum(plan.context_lengths), len(self._generating))
+        num_context_tokens, num_rows = sum(plan.context_lengths), len(self._generating)
+        self._extent.add(num_context_tokens, num_rows)
+        duration_ns = self._cost.step_ns(num_context_tokens, num_rows)
         self._free_ns = max(self._free_ns, now_ns + wire_ns // 2) + duration_ns
         return StepDone(
             self._free_ns + wire_ns // 2,
@@ -195,6 +203,7 @@ class Simulation:
         self.planning_ns = 0
         self.num_plans = 0
         self.now_ns = 0
+        self.extent = StepExtent()  # of all workers
         self._cost = cost
         self._scripts = scripts or {}
         self._has_stops = any(script.stop_after is not None for script in self._scripts.values())
@@ -243,7 +252,7 @@ class Simulation:
             for connection, worker in list(self._workers.items()):
                 if worker.registration.group_id == event.group_id:
                     del self._workers[connection]
-            self._workers[event.connection] = SimulatedWorker(event, self._cost, self._scripts)
+            self._workers[event.connection] = SimulatedWorker(event, self._cost, self._scripts, self.extent)
         elif isinstance(event, WorkerLeft):
             left = self._workers.pop(event.connection, None)
             event = replace(event, epoch=left.epoch if left else 0)

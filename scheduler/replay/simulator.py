@@ -23,7 +23,7 @@ from midstream.errors import ConfigError, MidstreamError
 from scheduler.core.capacity_scheduler import CAPACITY_SCHEDULERS
 from scheduler.core.config import PROTOCOL_VERSION, CoreConfig
 from scheduler.core.core import SchedulerCore
-from scheduler.core.cost_model import CostModel
+from scheduler.core.cost_model import CostModel, StepExtent
 from scheduler.core.events import Event, Submitted, WorkerRegistered
 from scheduler.core.kind import Kind
 from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
@@ -131,7 +131,9 @@ def main(words: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     fleet, cost = Fleet(), CostModel()
     parser = argparse.ArgumentParser(
-        prog="midstream simulate", description="Run the real scheduler core with simulated workers, in virtual time."
+        allow_abbrev=False,
+        prog="midstream simulate",
+        description="Run the real scheduler core with simulated workers, in virtual time.",
     )
     add = parser.add_argument
     add(
@@ -179,7 +181,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if len(fleets) < len(arguments.num_workers):
         raise ConfigError("at least one worker must be left to decode", field="--prefill-workers")
     load = Load(arguments.request_rate, arguments.duration, arguments.seed)
-    cost = _cost(arguments)
+    cost, recorded = _cost(arguments)
     columns, growth = {}, list[str]()
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for count, num_prefill in fleets:
@@ -200,6 +202,8 @@ def _run(arguments: argparse.Namespace) -> int:
             simulation = Simulation(core, events, cost=cost)
             simulation.run(lambda _, ended, task=task: progress.update(task, completed=ended))  # type: ignore[misc]
             columns[name] = simulation.measures
+            if recorded is not None:
+                _warn_beyond(name, simulation.extent, recorded)
             growth.append(f"{simulation.planning_ns / max(simulation.num_plans, 1) / 1_000:.0f}")
     result = table(columns)
     result.add_row("planning, µs per step", *growth)
@@ -207,11 +211,32 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _cost(arguments: argparse.Namespace) -> CostModel:
-    base = replay(arguments.cost_from, keep_outside=True).cost.model() if arguments.cost_from else CostModel()
+def _warn_beyond(name: str, simulated: StepExtent, recorded: StepExtent) -> None:
+    """Warn of simulated steps that are larger than any recorded one: their cost is extrapolated."""
+    found = [
+        f"{count} {what}, while the recording has at most {most}"
+        for what, count, most in (
+            ("prompt tokens", simulated.num_context_tokens, recorded.num_context_tokens),
+            ("generating rows", simulated.num_generation_rows, recorded.num_generation_rows),
+        )
+        if count > most
+    ]
+    if found:
+        print(
+            f"midstream simulate: warning: with {name}, steps have up to {', and up to '.join(found)}; their times are "
+            "extrapolated. Record a heavier load, or lower --max-num-tokens and --max-batch-size to what you recorded",
+            file=sys.stderr,
+        )
+
+
+def _cost(arguments: argparse.Namespace) -> tuple[CostModel, StepExtent | None]:
+    """Return the costs, and the largest of the steps to which they were fitted, if any."""
+    fit = replay(arguments.cost_from, keep_outside=True).cost if arguments.cost_from else None
+    base = fit.model() if fit is not None else CostModel()
     names = ("step_us", "context_token_us", "generation_row_us", "wire_us", "block_us")
     given = {name: getattr(arguments, name) for name in names}
-    return CostModel(**{name: getattr(base, name) if value is None else value for name, value in given.items()})
+    costs = {name: getattr(base, name) if value is None else value for name, value in given.items()}
+    return CostModel(**costs), fit.extent if fit is not None else None
 
 
 if __name__ == "__main__":

@@ -13,14 +13,18 @@ HAS_HELM = shutil.which("helm") is not None or (ROOT / ".venv-manifests" / "bin"
 if not (HAS_KUBECTL and HAS_HELM):
     collect_ignore.append("test_chart.py")
 
+HAS_PROMTOOL = shutil.which("promtool") is not None
+if not HAS_PROMTOOL:
+    collect_ignore.append("test_alerts.py")
+
 
 def pytest_report_header() -> list[str]:
-    missing = [] if HAS_KUBECTL else ["kubectl is not installed, so Kubernetes manifests are not tested"]
-    return (
-        missing
-        if HAS_HELM
-        else [*missing, "helm is not installed (make check-manifests installs it), so the chart is not tested"]
-    )
+    missing = {
+        "kubectl is not installed, so Kubernetes manifests are not tested": not HAS_KUBECTL,
+        "helm is not installed (make check-manifests installs it), so the chart is not tested": not HAS_HELM,
+        "promtool is not installed (Debian: prometheus), so alerts are not tested": not HAS_PROMTOOL,
+    }
+    return [line for line, is_missing in missing.items() if is_missing]
 
 
 @pytest.fixture(params=OVERLAYS)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
-
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from tests.deploy.rendering import ROOT, Manifest, Rendered, container_of, labels_match, render
+from midstream import __version__
+from tests.deploy.rendering import Manifest, Rendered, container_of, labels_match, render
 
 # Objects that the platform provides; see docs/operations.md.
 OUTSIDE = {("PersistentVolumeClaim", "models"), ("Secret", "journal")} | {
@@ -237,8 +236,7 @@ def test_an_inference_pool_holds_the_routers() -> None:
 
 
 def test_images_are_of_this_version(rendered: Rendered) -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     names = {"router": "router", "scheduler": "scheduler", "detokenizer": "detokenizer", "worker": "gpu-worker"}
     for part, pod in rendered.pods().items():
         suffix = "-cuda" if part == "worker" and rendered.overlay in ("gpu", "multinode") else ""
-        assert container_of(pod)["image"] == f"midstream-{names[part]}:{version}{suffix}"
+        assert container_of(pod)["image"] == f"midstream-{names[part]}:{__version__}{suffix}"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,9 @@ from tests.integration.service import START_TIMEOUT_S, Service, midstream
 from tests.ports import free_port
 
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+ROOT = Path(__file__).parents[2]
+HI = [{"role": "user", "content": "Hi"}]
+VOWELS = ["a", "e", "i", "o"]
 KEY = "sk-integration-test-key"
 
 
@@ -33,8 +39,9 @@ def ports() -> tuple[int, int]:
 def served(tmp_path_factory: pytest.TempPathFactory, ports: tuple[int, int]) -> Iterator[Service]:
     run_dir = tmp_path_factory.mktemp("serve")
     flags = ["--detach", "--host", "0.0.0.0", "--port", str(ports[0]), "--http-port", str(ports[1])]
-    flags += ["--served-model-name", "my-model", "--api-key", KEY, "--run-dir", str(run_dir)]
-    result = midstream("serve", "smollm2", *flags, timeout=START_TIMEOUT_S, MIDSTREAM_ACCESS_LOG="true")
+    flags += ["--served-model-name", "my-model", "--run-dir", str(run_dir)]
+    variables = {"MIDSTREAM_ACCESS_LOG": "true", "MIDSTREAM_API_KEY": KEY}
+    result = midstream("serve", "smollm2", *flags, timeout=START_TIMEOUT_S, **variables)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"midstream chat --run-dir {run_dir}" in result.stdout
     assert f"http://127.0.0.1:{ports[1]}/dashboard" in result.stdout
@@ -84,6 +91,60 @@ def test_clients_need_the_key_and_find_the_name(served: Service, ports: tuple[in
     result = midstream("generate", "Hi", "--max-tokens", "1", "--run-dir", str(served.run_dir))
     assert result.returncode == 0, result.stderr
     assert KEY not in " ".join(" ".join(process.cmdline()) for process in psutil.Process(os.getpid()).parents())
+
+
+def post(port: int, path: str, body: dict[str, Any]) -> tuple[Message, Any]:
+    """Return the headers and the body of the answer."""
+    headers = {
+        "authorization": f"Bearer {KEY}",
+        "anthropic-version": "2023-06-01",
+        "content-type": "application/json",
+    }
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return answer.headers, json.load(answer)
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "fields"),
+    [
+        ("/v1/chat/completions", "max_completion_tokens", {"messages": HI, "stop": VOWELS}),
+        ("/v1/chat/completions", "max_tokens", {"messages": HI, "stop": VOWELS}),
+        ("/v1/completions", "max_tokens", {"prompt": "Hi", "stop": VOWELS}),
+        ("/v1/messages", "max_tokens", {"messages": HI, "stop_sequences": VOWELS}),
+        ("/v1/responses", "max_output_tokens", {"input": "Hi", "background": True}),
+    ],
+)
+def test_a_limit_that_no_output_can_reach_is_listed_as_ignored(
+    served: Service, ports: tuple[int, int], path: str, name: str, fields: dict[str, Any]
+) -> None:
+    def ignored(limit: int) -> str | None:
+        body = {"model": "my-model", name: limit, **fields}
+        headers, answered = post(ports[1], path, body)
+        if path == "/v1/responses":
+            post(ports[1], f"{path}/{answered['id']}/cancel", {})
+        return headers.get("x-midstream-ignored")
+
+    assert (ignored(8193), ignored(8192)) == (name, None)
+
+
+def test_examples_and_commands_send_the_key_of_the_environment(served: Service, ports: tuple[int, int]) -> None:
+    def run(*words: str, key: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"MIDSTREAM_API_KEY": key}
+        return subprocess.run(
+            [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+
+    address = f"127.0.0.1:{ports[0]}"
+    commands = (
+        ("examples/streaming.py", address),
+        ("-m", "midstream.cli", "generate", "--address", address, "--max-tokens", "1", "Hi"),
+    )
+    for words in commands:
+        assert run(*words, key=KEY).returncode == 0
+        refused = run(*words, key="")
+        assert refused.returncode == 1
+        assert "MIDSTREAM_API_KEY" in refused.stderr
 
 
 def test_browsers_get_pages_and_monitoring_gets_a_version(served: Service, ports: tuple[int, int]) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import socket
 import stat
+import subprocess
+import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +17,15 @@ from types import ModuleType
 import pytest
 from rich.text import Text
 
-from midstream.cli import chat, generate, main
+from midstream.cli import chat, generate, main, other_servers
 from midstream.cli.api_keys import use_api_keys
 from midstream.cli.connect import sampling_of
+from midstream.cli.credentials import add_credentials, credentials_of
 from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, default_run_dir
 from midstream.cli.topology import Topology, check_ports, plan_processes
 from midstream.cli.up import how_to_talk
-from midstream.client import SamplingParams
+from midstream.client import AsyncClient, SamplingParams, async_client
+from midstream.config import KNOWN_SETTINGS, RouterConfig, parse_config
 from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.rpc.target import check_target, is_local, plain_problem
 
@@ -90,6 +95,11 @@ def test_a_mistyped_setting_is_named_before_anything_starts(
             ["--max-batch-size", "8"],
             "; this is a setting of the services: MIDSTREAM_MAX_BATCH_SIZE=VALUE midstream serve …",
         ),
+        (["--detac"], "; did you mean --detach?"),
+        (
+            ["--enable-prefix-caching"],
+            "; prefixes are reused by default; MIDSTREAM_ENABLE_BLOCK_REUSE=false turns this off",
+        ),
         (["other-model"], ""),
     ],
 )
@@ -120,12 +130,52 @@ def test_flags_of_other_servers_are_accepted_or_answered_with_ours(capsys: pytes
     for theirs, ours in pairs:
         with pytest.raises(SystemExit, match="2"):
             main(["serve", "smollm2", theirs, "1", "--no-such-flag"])
-        error = capsys.readouterr().err.splitlines()[-1]
-        if error.endswith("unrecognized arguments: --no-such-flag"):  # `serve` accepts the other server's flag
+        error = capsys.readouterr().err.partition("error: ")[2]
+        if error == "unrecognized arguments: --no-such-flag\n":  # `serve` accepts the other server's flag
             assert theirs == ours or (theirs, ours) == ("--port", "--http-port")
         else:
-            assert theirs in error
-            assert ours in error.partition(";")[2], error
+            (line,) = (line for line in error.splitlines() if line.startswith(f"  {theirs}: "))
+            assert ours in line
+
+
+def test_all_flags_of_another_server_are_answered_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of a usual command for vLLM, of which `serve` knows three."""
+    words = [
+        *("--port", "8001", "--api-key", KEY, "--served-model-name", "m", "--dtype", "bfloat16", "--trust-remote-code"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--quantization=awq", "--max-model-len", "8192"),
+        *("--speculative-config", "{}", "--enable-lora", "--no-such-flag"),
+    ]
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "smollm2", *words])
+    lines = capsys.readouterr().err.partition("error: unrecognized arguments: ")[2].splitlines()[1:]
+    assert [line.split(":")[0].strip() for line in lines] == [
+        "--dtype", "--trust-remote-code", "--enable-auto-tool-choice", "--tool-call-parser", "--quantization",
+        "--max-model-len", "--speculative-config", "--enable-lora", "--no-such-flag",
+    ]  # fmt: skip
+    assert "MIDSTREAM_WEIGHTS selects another" in lines[0]
+    assert "MIDSTREAM_TOOL_PARSER=VALUE midstream serve" in lines[3]
+    assert lines[-1] == "  --no-such-flag: unknown"
+
+
+def test_the_settings_that_the_advice_names_exist() -> None:
+    for advice in other_servers._NOT_NEEDED:
+        names = re.findall(r"MIDSTREAM_([A-Z_]+)", advice)
+        assert {name.lower() for name in names} <= KNOWN_SETTINGS
+
+
+@pytest.mark.parametrize("words", [["generate", "--max-tok", "3", "hi"], ["lora", "list", "--run-d", "x"]])
+def test_abbreviated_flags_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_an_abbreviated_setting_is_refused_with_the_whole_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_config(RouterConfig, ["--anonymous-role", "observe"], {}, program="router")
+    error = capsys.readouterr().err
+    assert "--anonymous-role observe; did you mean --anonymous-roles?" in error
+    assert error.count("\n") == 2
 
 
 def test_two_ports_differ() -> None:
@@ -205,6 +255,50 @@ def test_a_key_that_does_not_fit_a_header_is_rejected(key: str, tmp_path: Path) 
 def test_a_certificate_without_tls_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--address", "127.0.0.1:1", "--tls-ca", "ca.pem", "hi"]) == 1
     assert "--tls-ca: is given, but TLS is off; add --tls" in capsys.readouterr().err
+
+
+def test_commands_send_the_key_of_the_environment_unless_the_service_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def token(*words: str) -> str:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--address")
+        parser.add_argument("--run-dir", type=Path, default=tmp_path / "run")
+        add_credentials(parser)
+        return credentials_of(parser.parse_args(words))["token"]
+
+    monkeypatch.setenv("MIDSTREAM_API_KEY", KEY)
+    assert token() == token("--address", "10.0.0.5:50051") == KEY
+    (tmp_path / "file").write_text("a-token-in-a-file\n")
+    assert token("--token-file", str(tmp_path / "file")) == "a-token-in-a-file"
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.token.parent.mkdir()
+    use_api_keys(run_dir, [KEY], {})
+    # The token of this user's commands may do more than a client's key.
+    assert token() == run_dir.token.read_text().strip() != KEY
+    assert token("--address", "10.0.0.5:50051") == KEY
+
+
+def test_a_client_sends_the_key_of_the_environment_unless_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    monkeypatch.setattr(async_client, "open_channel", lambda *_, token, **__: sent.append(token))
+    monkeypatch.setenv("MIDSTREAM_API_KEY", KEY)
+    for client in (AsyncClient(), AsyncClient(token="another"), AsyncClient(token="")):
+        client._open_channel("127.0.0.1:1")
+    assert sent == [KEY, "another", ""]
+
+
+@pytest.mark.parametrize("service", ["router", "scheduler"])
+def test_a_service_refuses_the_key_of_clients(service: str) -> None:
+    """Otherwise a router would seem to require it."""
+    environment = os.environ | {"MIDSTREAM_API_KEY": KEY}
+    done = subprocess.run(
+        [sys.executable, "-m", service], env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 2
+    assert "MIDSTREAM_API_KEY" in done.stderr
+    assert "MIDSTREAM_AUTH_TOKENS=FILE" in done.stderr
+    assert KEY not in done.stderr
 
 
 def test_keys_do_not_override_the_token_file(tmp_path: Path) -> None:

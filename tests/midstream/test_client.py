@@ -508,6 +508,27 @@ async def test_the_client_rejects_arguments_that_do_not_fit_their_field(argument
         assert raised.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        (SamplingParams(max_tokens=-1), "max_tokens: must be an integer from 0 to 4294967295, not -1"),
+        (SamplingParams(max_tokens=1 << 40), "max_tokens: must be an integer from 0 to 4294967295, not 1099511627776"),
+        (SamplingParams(seed=-1), "seed: must be an integer from 0 to 18446744073709551615, not -1"),
+        (SamplingParams(temperature="warm"), "temperature: must be a number, not 'warm'"),  # type: ignore[arg-type]
+        (SamplingParams(stop=3), "stop: must be text, or a list of texts"),  # type: ignore[arg-type]
+        (
+            SamplingParams(stop_token_ids=[-1]),
+            "stop_token_ids: must be a list of token ids, which are integers from 0",
+        ),
+    ],
+)
+async def test_what_does_not_fit_is_said_in_our_words(sampling: SamplingParams, message: str) -> None:
+    async with AsyncClient() as client:
+        with pytest.raises(InvalidArgumentError) as raised:
+            client.generate("a", sampling=sampling)
+        assert str(raised.value) == message
+
+
 async def test_model_info_and_statistics() -> None:
     async with serving() as (_, address), AsyncClient(address) as client:
         info = await client.model_info()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import gzip
+import re
 import socket
 import struct
 import tracemalloc
@@ -518,7 +519,7 @@ async def test_an_error_of_the_connection_ends_it(name: str) -> None:
 
 
 async def test_the_preface_and_settings_come_first() -> None:
-    for data in (b"GET / HTTP/1.1\r\n\r\n", wire.PREFACE + wire.frame(wire.PING, 0, 0, bytes(8))):
+    for data in (b"\x16\x03\x01 of TLS", wire.PREFACE + wire.frame(wire.PING, 0, 0, bytes(8))):
         server, _ = serving()
         peer = Peer(server, greets=False)
         peer.connection.data_received(data)
@@ -528,6 +529,28 @@ async def test_the_preface_and_settings_come_first() -> None:
     await turns()
     await asyncio.sleep(0.001)
     assert silent.transport.is_aborted
+
+
+@pytest.mark.parametrize("line", [b"GET / HTTP/1.1\r\n", b"POST /v1/chat/completions HTTP/1.1\r\n", b"OPTIONS * "])
+async def test_an_http1_client_is_told_that_the_port_is_for_grpc(line: bytes) -> None:
+    server, _ = serving()
+    peer = Peer(server, greets=False)
+    peer.connection.data_received(line)
+    assert peer.transport.is_closed
+    head, _, body = b"".join(peer.transport.writes).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert int(re.findall(rb"Content-Length: (\d+)", head)[0]) == len(body)
+    assert b"This port is for gRPC." in body
+    assert b"--http-port" in body
+
+
+async def test_settings_are_the_first_frame_even_if_the_server_is_stopping() -> None:
+    server, _ = serving()
+    peer = Peer(server, greets=False)
+    peer.connection.go_away()
+    await turns()
+    assert wire.HEAD.unpack_from(b"".join(peer.transport.writes))[2] == wire.SETTINGS
+    assert [kind for kind, *_ in peer.frames()] == [wire.WINDOW_UPDATE, wire.GOAWAY, wire.PING]
 
 
 async def test_a_silent_client_is_pinged_and_then_left() -> None:

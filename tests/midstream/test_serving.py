@@ -25,6 +25,7 @@ from midstream import errors
 from midstream.rpc.errors import FIELD_KEY, error_from_rpc
 from midstream.rpc.health import Progress
 from midstream.rpc.http2 import GrpcServer, Limits
+from midstream.rpc.http2.wire import PREFACE
 from midstream.rpc.serving import Server, open_channel
 from midstream.telemetry import HttpServer, JsonFormatter, Metrics, TextFormatter, current_request_id
 from protos import loads_pb2, service_pb2_grpc
@@ -355,7 +356,8 @@ async def test_connections_are_limited_in_total_and_for_an_address() -> None:
         port = server.add_port("127.0.0.1", 0)
         await server.start()
         streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-        (kept, _), (_, left), (refused, _) = streams
+        (kept, keeper), (_, left), (refused, _) = streams
+        keeper.write(PREFACE)
         assert await kept.readexactly(9)
         assert await refused.read() == b""
         left.close()
@@ -363,6 +365,7 @@ async def test_connections_are_limited_in_total_and_for_an_address() -> None:
             while True:  # until the server has detected the disconnect
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 streams.append((reader, writer))
+                writer.write(PREFACE)
                 with contextlib.suppress(asyncio.IncompleteReadError, ConnectionResetError):
                     await reader.readexactly(9)
                     break

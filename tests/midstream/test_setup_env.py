@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from midstream.setup_env import CPU_INDEX, SetupError, Steps, has_environment, torch_source
+from midstream.setup_env import CPU_INDEX, SetupError, Steps, has_environment, set_up, torch_source
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,6 +58,31 @@ def test_pytorch_for_cpus_comes_from_its_own_index_unless_pip_has_another_source
     assert torch_source("", has_gpu=True) == []
     for setting in ("global.index-url", "global.extra-index-url", ":env:.find-links", "install.no-index"):
         assert torch_source(f"{setting}='x'\n", has_gpu=False) == []
+
+
+def test_the_demo_installs_only_what_services_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make test` adds what tests need, in one step."""
+    titles: list[str] = []
+    commands: list[str] = []
+
+    def note(_: Steps, title: str, more: Sequence[Sequence[str]]) -> None:
+        titles.append(title)
+        commands.extend(" ".join(words) for words in more)
+
+    monkeypatch.setattr(Steps, "run", note)
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / "bin" / "python").symlink_to(sys.executable)
+    monkeypatch.setenv("CXX", "/nonexistent")
+    set_up(tmp_path / "venv", ROOT)
+    assert len(titles) == 3
+    installed = [line for line in commands if f"--editable {ROOT}[" in line]
+    assert [line.partition(f"{ROOT}")[2].partition("[")[2] for line in installed if "dev" in line] == []
+    assert any("[router,scheduler,detokenizer,worker]" in line for line in installed)
+    titles.clear()
+    commands.clear()
+    set_up(tmp_path / "venv", ROOT, with_tests=True)
+    assert titles == ["Install what tests and checks need"]
+    assert commands[0].endswith(f"--editable {ROOT}[dev]")
 
 
 def test_the_pins_admit_every_build_of_pytorch() -> None:

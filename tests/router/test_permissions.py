@@ -160,8 +160,8 @@ async def test_only_an_admin_sees_paths_of_adapters_and_loads_by_path(cluster: C
         ("/adapters-of-others/a", "/adapters", "outside"),
         ("a", "/adapters", "outside"),
         ("/adapters/a\0", "/adapters", "outside"),
-        ("/adapters/a", "", "require --adapter-root"),
-        ("a", "", "require --adapter-root"),
+        ("/adapters/a", "", r"set MIDSTREAM_ADAPTER_ROOT \(--adapter-root\)"),
+        ("a", "", r"set MIDSTREAM_ADAPTER_ROOT \(--adapter-root\)"),
     ],
 )
 def test_adapters_are_loaded_only_from_below_the_adapter_root(path: str, root: str, reason: str) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import threading
 from array import array
 from pathlib import Path
@@ -38,6 +39,7 @@ from scheduler.replay.recording import Recorder, frame, read_recording
 from scheduler.replay.recording_codec import Outcome, decode_config, decode_event, encode_config, encode_record
 from scheduler.replay.replay import Changes, replay, simulate
 from scheduler.replay.replay import main as run_replay
+from scheduler.replay.simulator import main as run_simulate
 from tests.scheduler.harness import MS, Harness
 
 SPEC = RequestSpec(
@@ -284,3 +286,19 @@ def test_a_changed_policy_gives_a_table_and_a_plot(tmp_path: Path, capfd: pytest
 def write(path: Path, records: list[pb.Record]) -> None:
     """Write a recording that contains these records."""
     path.write_bytes(b"".join(frame(record) for record in records))
+
+
+def test_a_simulation_warns_of_steps_beyond_the_recorded_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recorded steps have at most 24 context tokens and 6 rows."""
+    live(tmp_path / "life")
+    words = ["--cost-from", str(tmp_path / "life"), "--request-rate", "20", "--duration", "2"]
+    assert run_simulate([*words, "--max-num-tokens", "16", "--max-batch-size", "2"]) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert run_simulate([*words, "--num-workers", "1", "2"]) == 0
+    first, second = (line for line in capsys.readouterr().err.splitlines() if "warning" in line)
+    assert re.search(r"with 1 worker, steps have up to \d+ prompt tokens, while the recording has at most 24", first)
+    assert "with 2 workers, " in second
+    assert run_simulate(["--request-rate", "20", "--duration", "1"]) == 0  # nothing was recorded
+    assert "warning" not in capsys.readouterr().err

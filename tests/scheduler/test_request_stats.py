@@ -92,3 +92,4 @@ def test_a_request_that_its_worker_cannot_run_yet_is_not_preempted() -> None:
     request = harness.core.lifecycle.requests["a"]
     assert request in harness.core.queue
     assert (request.counters.num_preemptions, harness.core.totals.num_preemptions) == (0, 0)
+    assert harness.core.totals.num_postponements == 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import ssl
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,6 +47,14 @@ _MAX_KNOWN_BLOCKS = 32
 _MAX_KNOWN_BLOCK_BYTES = 2 << 10
 _GOAWAY_PING = b"goaway\0\0"
 _KEEPALIVE_PING = b"alive?\0\0"
+_HTTP1 = re.compile(rb"[A-Z]{3,7} [/*h]")
+_HTTP1_REASON = b"This port is for gRPC. The HTTP API of a router has its own port, --http-port, by default 8000.\n"
+_HTTP1_ANSWER = (
+    b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\nContent-Length: "
+    + str(len(_HTTP1_REASON)).encode()
+    + b"\r\n\r\n"
+    + _HTTP1_REASON
+)
 
 _Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -94,6 +103,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._has_preface = self._has_settings = False
+        self._greeting = b""
         self._is_closed = False
         self._is_paused = False
         self._continuation: asyncio.Handle | None = None
@@ -140,7 +150,7 @@ class Connection(asyncio.Protocol):
             (Setting.MAX_HEADER_LIST_SIZE, self.limits.max_metadata_bytes),
         ]
         more = wire.window_update(0, _CONNECTION_WINDOW - wire.DEFAULT_WINDOW)
-        self._transport.write(wire.settings(first) + more)
+        self._greeting = wire.settings(first) + more
         self._timer = self._loop.call_later(self.limits.handshake_timeout_s, self._give_up, "no HTTP/2 settings")
 
     def data_received(self, data: bytes) -> None:
@@ -234,6 +244,7 @@ class Connection(asyncio.Protocol):
         if self._is_closed or self._ending is not None:
             return
         self._ending = self._loop.call_later(_GOAWAY_S, self._accept_no_more)
+        self._greet()
         # The number of the last accepted call is sent only once the client has acknowledged this first GOAWAY: proxies
         # fail a call that they have sent with a higher number.
         self._put(wire.goaway(wire.MAX_STREAM, ErrorCode.NO_ERROR, b"server is stopping"))
@@ -246,10 +257,24 @@ class Connection(asyncio.Protocol):
         self._put(wire.goaway(self._last_accepted, ErrorCode.NO_ERROR, b"server is stopping"))
         self._close_if_unused()
 
+    def _greet(self) -> None:
+        """Send the server's settings, which come first. HTTP/1.1 clients get an answer that they can read instead."""
+        if self._greeting and self._transport is not None:
+            self._transport.write(self._greeting)
+        self._greeting = b""
+
+    def _refuse_http1(self) -> None:
+        if self._transport is not None:
+            self._transport.write(_HTTP1_ANSWER)
+        self._greeting = b""
+        self._is_closed = True
+        self._hang_up()
+
     def close(self, code: ErrorCode = ErrorCode.NO_ERROR, reason: str = "") -> None:
         """Close the connection once everything has been written."""
         if self._is_closed:
             return
+        self._greet()
         self._put(wire.goaway(self._last_stream, code, reason.encode()[:200]))
         self._flush()
         self._is_closed = True
@@ -257,6 +282,9 @@ class Connection(asyncio.Protocol):
         calls, self.calls = self.calls, {}
         for call in calls.values():
             call.cancel()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         if self._transport is not None:
             self._transport.close()
             if self._timer is not None:
@@ -290,13 +318,9 @@ class Connection(asyncio.Protocol):
     def _parse(self, source: bytes | bytearray) -> int:
         at, end = 0, len(source)
         if not self._has_preface:
-            preface = bytes(source[: len(wire.PREFACE)])
-            if not wire.PREFACE.startswith(preface):
-                raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "no HTTP/2 preface")
-            if len(preface) < len(wire.PREFACE):
-                return 0
-            self._has_preface = True
-            at = len(wire.PREFACE)
+            at = self._parse_preface(source)
+            if not self._has_preface:
+                return at
         num_calls = 0
         unpack = wire.HEAD.unpack_from
         while end - at >= wire.HEAD_BYTES and not self._is_closed:
@@ -321,6 +345,19 @@ class Connection(asyncio.Protocol):
             except StreamError as error:
                 self._reset(stream, error.code)
         return at
+
+    def _parse_preface(self, source: bytes | bytearray) -> int:
+        preface = bytes(source[: len(wire.PREFACE)])
+        if _HTTP1.match(preface) and not wire.PREFACE.startswith(preface):
+            self._refuse_http1()
+            return len(source)
+        if not wire.PREFACE.startswith(preface):
+            raise ProtocolError(ErrorCode.PROTOCOL_ERROR, "no HTTP/2 preface")
+        if len(preface) < len(wire.PREFACE):
+            return 0
+        self._has_preface = True
+        self._greet()
+        return len(wire.PREFACE)
 
     def _continue_later(self) -> None:
         if self._continuation is None:

@@ -25,7 +25,7 @@ from router.protocols.anthropic.request import MessagesJob, read_messages
 from router.protocols.anthropic.shapes import NO_CHANGE, PING, Fields, MessageWriter, usage_fields
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel, SequenceReader, keep_prefix
-from router.protocols.fields import ignored_header
+from router.protocols.fields import ignored_header, limit_without_effect
 from router.protocols.kind_change import kind_change_of
 from router.protocols.openai import app as openai_app
 from router.protocols.openai.models import Models
@@ -98,7 +98,9 @@ class MessagesApi:
         if version not in _VERSIONS:
             what = f"{version[:32]!r} is not supported" if version else "must be set"
             raise InvalidArgumentError(f"{what}; use {_VERSIONS[0]}", field="anthropic-version")
-        return await self._bodies.read(request, lambda body: read_messages(body, self._chat, needs_limit=needs_limit))
+        job = await self._bodies.read(request, lambda body: read_messages(body, self._chat, needs_limit=needs_limit))
+        job.ignored.extend(limit_without_effect(job.conversation.request, self._folder))
+        return job
 
     async def _keep(self, native: pb.GenerateRequest, prefixes: Mapping[int, pb.GenerateRequest | None]) -> int:
         """Retain each prefix for its duration in seconds, the key of `prefixes`; return the length of the longest in

@@ -25,7 +25,7 @@ from router.pipeline.request_checks import check_model
 from router.protocols.anthropic.models import model_routes
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel
-from router.protocols.fields import CHAT, COMPLETIONS, TOKENIZE, ignored_fields, ignored_header
+from router.protocols.fields import CHAT, COMPLETIONS, TOKENIZE, ignored_fields, ignored_header, limit_without_effect
 from router.protocols.long_json import render_long_json
 from router.protocols.openai.body import Body
 from router.protocols.openai.endpoints import Endpoint, error_response, mapped
@@ -106,6 +106,8 @@ class OpenAiApi:
                 context.run(check_no_id, body.text("request_id") or "")
                 job.make_repeatable(key, request.url.path)
             job.ignored += ignored_fields(body, CHAT if make is chat_job else COMPLETIONS)
+            name = job.names.get("max_tokens", "max_tokens")
+            job.ignored += limit_without_effect(job.requests[0], self._model, name)
             return job
 
         with self._front.counting_failures("chat" if make is chat_job else "text_completion"):

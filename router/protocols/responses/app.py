@@ -26,7 +26,7 @@ from router.pipeline.prompt import PromptOptions
 from router.pipeline.request_checks import check_model
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel, SequenceReader
-from router.protocols.fields import ignored_header
+from router.protocols.fields import ignored_header, limit_without_effect
 from router.protocols.openai.body import Body
 from router.protocols.openai.endpoints import (
     Endpoint,
@@ -122,6 +122,7 @@ class ResponsesApi:
         context = await self._context(previous_id(body))
         job = read_response(body, self._chat, context)
         native = job.conversation.request
+        job.ignored.extend(limit_without_effect(native, self._folder, "max_output_tokens"))
         key = check_key(request.headers.get(HEADER))
         native.request_id = _PREFIX + (request_id_of(key, _PATH) if key else uuid.uuid4().hex)
         await self._models.resolve([native])

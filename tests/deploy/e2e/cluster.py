@@ -18,6 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from types import TracebackType
 from typing import Self
 
@@ -180,9 +181,19 @@ def _for_podman(deployment: Manifest, replicas: int) -> Manifest:
     deployment = copy.deepcopy(deployment)
     deployment["spec"]["replicas"] = replicas
     for container in deployment["spec"]["template"]["spec"]["containers"]:
+        container["image"] = _newest(container["image"].partition(":")[0])
         for key in ("ports", "startupProbe", "readinessProbe", "livenessProbe"):
             del container[key]
     return deployment
+
+
+@cache
+def _newest(name: str) -> str:
+    """Return the image that was built last; each build has its own tag."""
+    listed = podman("image", "ls", "--sort", "created", "--format", "{{.Repository}}:{{.Tag}}", f"localhost/{name}")
+    if not listed:
+        raise LookupError(f"there is no image localhost/{name}: run make images")
+    return listed.split()[0]
 
 
 def _owned_claim(claim: Manifest) -> Manifest:

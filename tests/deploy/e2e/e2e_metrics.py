@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,27 +20,35 @@ from tests.deploy.rendering import render
 
 pytestmark = pytest.mark.timeout(300)
 
-# Only the left side of an alert's comparison is queried: while no alert fires, the comparison itself returns no sample,
-# but its left side must.
-_COMPARISON = re.compile(r" (>|<|==) [\d.]+$")
+# Only the left sides of an alert's comparisons are queried: while no alert fires, the comparisons return no sample, but
+# their left sides must.
+_COMPARISON = re.compile(r" (>|<|==) [\d.]+")
+_WITHOUT_SAMPLES = ("MidstreamAbsent", "MidstreamSchedulerAbsent")
 _Samples = dict[tuple[tuple[str, str], ...], float]
 
 
 def alert_expressions() -> Iterator[str]:
     for group in yaml.safe_load((MONITORING / "alerts.yaml").read_text(encoding="utf-8"))["groups"]:
         for rule in group["rules"]:
-            expression, num_comparisons = _COMPARISON.subn("", rule["expr"])
-            assert num_comparisons == 1, rule["expr"]
-            yield expression
+            if rule.get("alert") not in _WITHOUT_SAMPLES:
+                expression, num_comparisons = _COMPARISON.subn("", rule["expr"])
+                assert bool(num_comparisons) == ("alert" in rule), rule["expr"]
+                yield expression
 
 
 def dashboard_expressions() -> Iterator[str]:
-    dashboard = json.loads((MONITORING / "dashboard.json").read_text(encoding="utf-8"))
-    for panel in dashboard["panels"]:
-        for target in panel.get("targets", []):
-            # The range is longer than the loads of this test take on a busy machine; within a shorter range, no request
-            # might end.
-            yield target["expr"].replace("$__rate_interval", "5m")
+    # The range is longer than the loads of this test take on a busy machine; within a shorter range, no request might
+    # end.
+    values = {"$__rate_interval": "5m", "$__range_s": "300", "$__range": "5m", "$namespace": ".*", "$price": "1"}
+    for name in ("dashboard.json", "tenants.json"):
+        for panel in json.loads((MONITORING / name).read_text(encoding="utf-8"))["panels"]:
+            if panel["title"] == "Tenants":  # the clients of this test are anonymous
+                break
+            for target in panel.get("targets", []):
+                expression = target["expr"]
+                for variable, value in values.items():
+                    expression = expression.replace(variable, value)
+                yield expression
 
 
 def autoscaler_expressions() -> Iterator[str]:
@@ -77,16 +84,3 @@ def test_every_expression_has_data_under_load(cluster: Cluster, tmp_path: Path) 
     # The autoscalers read the metrics of each pod separately.
     relayed = next(iter(autoscaler_expressions()))
     assert {dict(labels)["pod"] for labels in answers[relayed]} == {dict(labels)["pod"] for labels in num_relaying}
-
-
-def test_alerts_fire() -> None:
-    result = subprocess.run(
-        ["promtool", "test", "rules", str(Path(__file__).parent / "alerts.test.yaml")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    tested = re.findall(r"alertname: (\w+)", (Path(__file__).parent / "alerts.test.yaml").read_text(encoding="utf-8"))
-    groups = yaml.safe_load((MONITORING / "alerts.yaml").read_text(encoding="utf-8"))["groups"]
-    assert tested == [rule["alert"] for group in groups for rule in group["rules"]]
