@@ -169,6 +169,21 @@ def _columns(rows: LogProbs) -> tuple[Any, ...]:
     return rows.top_k, rows.top_token_ids, rows.top_log_probs, rows.token_ranks
 
 
+async def test_a_changed_end_is_found(client: AsyncClient) -> None:
+    evidence, _ = await answered(client, "greedy", num_tokens=5)
+    assert evidence.outputs is not None
+    auditor = await auditor_of(client, LIES)
+    shorter = await auditor.audit(lie(evidence, [evidence.outputs[0][:3]]))
+    assert (shorter.verdict, shorter.token, shorter.expected) == (Verdict.DIFFERS, 3, None)
+    assert shorter.found == evidence.outputs[0][3]
+    receipt, body = receipts_pb2.Receipt(), receipts_pb2.ReceiptBody.FromString(evidence.receipt.body)
+    body.sequences[0].finish_reason = pb.FINISH_REASON_STOP
+    receipt.nonce, receipt.key_id, receipt.body = evidence.receipt.nonce, LIAR.key_id, body.SerializeToString()
+    receipt.signature = LIAR.sign(body_leaf(receipt.body))
+    finding = await auditor.audit(replace(evidence, receipt=receipt))
+    assert (finding.verdict, finding.reason) == (Verdict.DIFFERS, "sequence 0 ends with length instead of stop")
+
+
 @pytest.mark.parametrize("leaf", ["model", "weights", "arithmetic", "tokenizer", "template", "adapter"])
 async def test_an_answer_of_another_model_cannot_be_checked(client: AsyncClient, leaf: str) -> None:
     evidence, _ = await answered(client, "greedy", num_tokens=3)
