@@ -21,7 +21,7 @@ from midstream.client.result import Result
 from midstream.extras import LogProbs
 from midstream.receipts.audit import Auditor, Finding, Verdict, check_offline
 from midstream.receipts.digests import body_leaf, links_of, log_probs_digest, model_identity
-from midstream.receipts.evidence import Evidence
+from midstream.receipts.evidence import Evidence, read_evidence
 from midstream.receipts.jwk import ReceiptKey
 from midstream.receipts.keys import SigningKey
 from midstream.security.payload_keys import make_payload_key
@@ -248,8 +248,16 @@ async def test_the_command(service: Service, client: AsyncClient, tmp_path: Path
     assert (await asyncio.to_thread(audit, "--offline", "--keys", str(keys)))[0] == 0
     assert (await asyncio.to_thread(audit, "--until", "2020-01-01"))[0] == 1
     item = json.loads(file.read_text())
+    (evidence,) = read_evidence(file.read_text(), "it")
+    assert evidence.outputs is not None
+    # The service still has request and output.
     file.write_text(json.dumps({"receipt": item["receipt"]}))
     status, findings = await asyncio.to_thread(audit)
+    assert (status, findings[0]["verdict"]) == (0, "proved")
+    unknown = lie(evidence, evidence.outputs, request_id="unknown")
+    file.write_text(json.dumps({"receipt": unknown.to_json()["receipt"]}))
+    (tmp_path / "liar.jwk").write_text(json.dumps(LIAR.public.to_jwk()))
+    status, findings = await asyncio.to_thread(audit, "--keys", str(tmp_path / "liar.jwk"))
     assert (status, findings[0]["verdict"]) == (3, "cannot be checked")
     item["outputs"][0][2] += 1
     file.write_text(json.dumps(item))
