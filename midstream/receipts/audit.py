@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from midstream.chunk import finish_reason_from_proto
 from midstream.client import AsyncClient
 from midstream.client.result import Result
 from midstream.errors import MidstreamError, ReceiptError, UnsupportedError
@@ -187,7 +188,7 @@ class Auditor:
                 other = found[place] if place < len(found) else None
                 margin = await self._margin(evidence.request, statement, tokens[:place], expected, other)
                 return Finding(*head, base, "", index, place, expected, other, margin)
-        reason = self._log_probs_differ(statement, result)
+        reason = _ends_differ(statement, result) or self._log_probs_differ(statement, result)
         if reason:
             return Finding(*head, base, reason)
         if any(sequence.HasField("kind_changed_at") for sequence in body.sequences):
@@ -269,6 +270,17 @@ def expect(request: pb.GenerateRequest, outputs: list[list[int]]) -> None:
     speculative.num_draft_tokens = _NUM_DRAFTS
     for tokens in outputs:
         speculative.prediction_token_ids.extend(tokens)
+
+
+def _ends_differ(statement: Statement, result: Result) -> str:
+    sequences = statement.body.sequences
+    if any(sequence.finish_reason not in _STOPPED for sequence in sequences):
+        return ""  # the request was not run to its end again
+    for index, (sequence, found) in enumerate(zip(sequences, result.sequences, strict=True)):
+        expected = finish_reason_from_proto(sequence.finish_reason)
+        if found.finish_reason is not expected:
+            return f"sequence {index} ends with {found.finish_reason} instead of {expected}"
+    return ""
 
 
 def _can_expect(request: pb.GenerateRequest) -> bool:

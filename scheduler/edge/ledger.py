@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _KIND = "ledger"
 _WAIT_S = 0.5
 _RETRY_S = 1.0
+_OPEN_TIMEOUT_S = 5.0
 _NUM_PAGES = 20
 # Upper bound on the difference between the clocks of a page and of its entries.
 _MARGIN_NS = 60_000_000_000
@@ -65,14 +66,14 @@ class Ledger:
         self._page: tuple[DocumentKey, dict[_Key, pb.LedgerEntry]] | None = None  # entries that are being written
         self._changed = asyncio.Event()
         self._last_id = 0
-        self._is_open = False
+        self._opened = asyncio.Event()
         engine.on_ended.append(self._note)
 
     async def run(self) -> None:
         """Write missing entries of requests from the journal, then of requests as these end, until cancelled."""
         while True:
             try:
-                if not self._is_open:
+                if not self._opened.is_set():
                     await self._open()
                 await self._flush()
             except UnavailableError as error:
@@ -85,7 +86,7 @@ class Ledger:
     async def close(self) -> None:
         """Try once to write the remaining entries. Precondition: `run` was cancelled."""
         try:
-            if self._is_open:
+            if self._opened.is_set():
                 await self._flush()
         except UnavailableError as error:
             logger.warning("the ledger lacks entries until the next scheduler writes them: %s", error.message)
@@ -99,7 +100,14 @@ class Ledger:
         return response
 
     async def receipt(self, request_id: str) -> receipts_pb2.Receipt | None:
-        """Return the receipt of the last request with this id that is on a page; None if there is none."""
+        """Return the receipt of the last request with this id that is on a page; None if there is none. Raises
+        UnavailableError if the pages cannot be read.
+        """
+        try:
+            async with asyncio.timeout(_OPEN_TIMEOUT_S):
+                await self._opened.wait()  # after a start, the index is not complete at once
+        except TimeoutError:
+            raise UnavailableError("the ledger cannot be read yet") from None
         async for number in self._index.pages(request_id):
             page = await self._documents.get(_page_key(number))
             entries = _entries(page) if page is not None else []
@@ -160,7 +168,7 @@ class Ledger:
         self._waiting = missing | self._waiting
         self._recovered = []
         await self._fill_index()
-        self._is_open = True
+        self._opened.set()
 
     async def _fill_index(self) -> None:
         if self._receipts is None:
@@ -185,8 +193,9 @@ class Ledger:
             key, entries = self._page
             await self._sign(entries.values())
             data = pb.LedgerPage(entries=entries.values()).SerializeToString()
-            await self._documents.put(key, data, expires_ns=int(key.id) + self._ttl_ns, if_version=0)
+            # First the index, so that whoever has seen the page finds its receipts.
             await self._index.add(int(key.id), _with_receipts(entries.values()))
+            await self._documents.put(key, data, expires_ns=int(key.id) + self._ttl_ns, if_version=0)
             self._page = None
         for amended, entry in list(self._amended.items()):
             await self._sign([entry])

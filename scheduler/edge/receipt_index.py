@@ -35,7 +35,7 @@ class ReceiptIndex:
         return int(tables[0].key.id) if tables else 0
 
     async def add(self, page: int, request_ids: Iterable[str]) -> None:
-        """Add the receipts on a page that has been written. Pages are added in order."""
+        """Add the receipts on a page, which may be written later. Pages are added in order, perhaps repeatedly."""
         for request_id in request_ids:
             self._recent[_digest(request_id)] = page
         if len(self._recent) < _MAX_RECENT:

@@ -21,7 +21,7 @@ from midstream.client.result import Result
 from midstream.extras import LogProbs
 from midstream.receipts.audit import Auditor, Finding, Verdict, check_offline
 from midstream.receipts.digests import body_leaf, links_of, log_probs_digest, model_identity
-from midstream.receipts.evidence import Evidence
+from midstream.receipts.evidence import Evidence, read_evidence
 from midstream.receipts.jwk import ReceiptKey
 from midstream.receipts.keys import SigningKey
 from midstream.security.payload_keys import make_payload_key
@@ -169,6 +169,21 @@ def _columns(rows: LogProbs) -> tuple[Any, ...]:
     return rows.top_k, rows.top_token_ids, rows.top_log_probs, rows.token_ranks
 
 
+async def test_a_changed_end_is_found(client: AsyncClient) -> None:
+    evidence, _ = await answered(client, "greedy", num_tokens=5)
+    assert evidence.outputs is not None
+    auditor = await auditor_of(client, LIES)
+    shorter = await auditor.audit(lie(evidence, [evidence.outputs[0][:3]]))
+    assert (shorter.verdict, shorter.token, shorter.expected) == (Verdict.DIFFERS, 3, None)
+    assert shorter.found == evidence.outputs[0][3]
+    receipt, body = receipts_pb2.Receipt(), receipts_pb2.ReceiptBody.FromString(evidence.receipt.body)
+    body.sequences[0].finish_reason = pb.FINISH_REASON_STOP
+    receipt.nonce, receipt.key_id, receipt.body = evidence.receipt.nonce, LIAR.key_id, body.SerializeToString()
+    receipt.signature = LIAR.sign(body_leaf(receipt.body))
+    finding = await auditor.audit(replace(evidence, receipt=receipt))
+    assert (finding.verdict, finding.reason) == (Verdict.DIFFERS, "sequence 0 ends with length instead of stop")
+
+
 @pytest.mark.parametrize("leaf", ["model", "weights", "arithmetic", "tokenizer", "template", "adapter"])
 async def test_an_answer_of_another_model_cannot_be_checked(client: AsyncClient, leaf: str) -> None:
     evidence, _ = await answered(client, "greedy", num_tokens=3)
@@ -233,8 +248,16 @@ async def test_the_command(service: Service, client: AsyncClient, tmp_path: Path
     assert (await asyncio.to_thread(audit, "--offline", "--keys", str(keys)))[0] == 0
     assert (await asyncio.to_thread(audit, "--until", "2020-01-01"))[0] == 1
     item = json.loads(file.read_text())
+    (evidence,) = read_evidence(file.read_text(), "it")
+    assert evidence.outputs is not None
+    # The service still has request and output.
     file.write_text(json.dumps({"receipt": item["receipt"]}))
     status, findings = await asyncio.to_thread(audit)
+    assert (status, findings[0]["verdict"]) == (0, "proved")
+    unknown = lie(evidence, evidence.outputs, request_id="unknown")
+    file.write_text(json.dumps({"receipt": unknown.to_json()["receipt"]}))
+    (tmp_path / "liar.jwk").write_text(json.dumps(LIAR.public.to_jwk()))
+    status, findings = await asyncio.to_thread(audit, "--keys", str(tmp_path / "liar.jwk"))
     assert (status, findings[0]["verdict"]) == (3, "cannot be checked")
     item["outputs"][0][2] += 1
     file.write_text(json.dumps(item))

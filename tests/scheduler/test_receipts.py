@@ -281,7 +281,7 @@ async def test_receipts_can_be_off(tmp_path: Path) -> None:
 async def test_the_payload_is_stored_encrypted_for_a_time_of_its_own(tmp_path: Path) -> None:
     make_payload_key(tmp_path / "payload", "one")
     fields: dict[str, Any] = {"receipts": "payload", "payload_keys": str(tmp_path / "payload")}
-    values = settings(tmp_path, finished_ttl_s=0.05, **fields)
+    values = settings(tmp_path, finished_ttl_s=3.0, **fields)
     asked = {"include_request": True, "include_outputs": True}
     async with run_scheduler(**values) as scheduler:
         await scheduler.worker()
