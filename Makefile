@@ -6,7 +6,7 @@ PROTO_BIN := .venv-protos/bin
 RELEASE_BIN := .venv-release/bin
 PROTO_OUT := .
 
-.PHONY: demo demo-kill test test-kernels check check-others format protos docs bench bench-peers wheel test-wheel release images push check-manifests test-published test-proxies e2e-containers e2e-dashboard e2e-release clean
+.PHONY: demo demo-kill test test-kernels check check-others check-schemas format protos docs bench bench-peers wheel test-wheel release images push check-manifests test-published test-proxies e2e-containers e2e-dashboard e2e-release clean
 
 demo: $(VENV)/.services
 	@$(BIN)/midstream demo
@@ -34,6 +34,12 @@ test-kernels:
 # downloads 200 MB.
 test-published: $(VENV)/.ready
 	@folder=$$(mktemp -d) && trap 'rm -r "$$folder"' EXIT && $(BIN)/python -m tests.published "$$folder"
+
+# The official test suite of JSON schemas, random walks through random schemas, and the types of pydantic and zod. Needs
+# npm; downloads two small packages.
+check-schemas: $(VENV)/.ready
+	@$(BIN)/python -m benchmarks.json_schema && $(BIN)/python -m benchmarks.json_schema.walks \
+		&& $(BIN)/python -m benchmarks.json_schema.types
 
 # All checks that do not run the code. `make test` runs the import rules among its tests.
 check: check-others

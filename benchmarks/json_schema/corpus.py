@@ -107,7 +107,7 @@ def _serve(name: str, connection: Connection) -> None:
                         counts["dead ends"] += 1
                         reason = str(error)
                         continue
-                    problem = "" if output is None else _problem(text, output)
+                    problem = "" if output is None else problem_of(text, output)
                     counts["unfinished" if output is None else "outputs"] += 1
                     counts["invalid"] += bool(problem)
                     reason = problem or reason
@@ -128,7 +128,7 @@ def _finite(text: str) -> float:
     return max(min(float(text), sys.float_info.max), -sys.float_info.max)
 
 
-def _problem(text: str, output: str) -> str:
+def problem_of(text: str, output: str) -> str:
     """Return why an output does not match a schema, by either validator; empty if it does."""
     try:
         value = json.loads(output, parse_float=_finite)

@@ -55,8 +55,8 @@ class _MatcherWalk:
 
 
 class _OnLibrary:
-    def __init__(self) -> None:
-        self.tokenizer = _tokenizer()
+    def __init__(self, tokenizer: GuideTokenizer | None = None) -> None:
+        self.tokenizer = tokenizer or smollm2_tokenizer()
         self.texts = _texts(self.tokenizer)
 
     def matcher(self, schema: str) -> llguidance.LLMatcher:
@@ -96,7 +96,7 @@ class XGrammar:
     def __init__(self) -> None:
         import xgrammar  # type: ignore[import-not-found, unused-ignore]
 
-        tokenizer = _tokenizer()
+        tokenizer = smollm2_tokenizer()
         self.texts, self._end_ids = _texts(tokenizer), list(tokenizer.library.eos_tokens)
         info = xgrammar.TokenizerInfo(list(self.texts), vocab_type=xgrammar.VocabType.RAW, stop_token_ids=self._end_ids)
         self._size, self._xgrammar = info.vocab_size, xgrammar
@@ -185,7 +185,8 @@ def walk(engine: Engine, begin: Callable[[], Walk], draw: random.Random, max_tok
         output.add(tokens[-1])
 
 
-def _tokenizer() -> GuideTokenizer:
+def smollm2_tokenizer() -> GuideTokenizer:
+    """Return the tokenizer of the model that comes with the package."""
     folder = open_model_folder("smollm2")
     return load_tokenizer(folder.path / "tokenizer.json", folder.vocab_size, list(folder.end_ids))
 

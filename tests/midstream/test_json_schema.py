@@ -99,6 +99,7 @@ CASES: list[tuple[object, list[str], list[str]]] = [
     ),
     ({"type": "string", "format": "ipv6"}, ['"::1"', '"2001:db8::ff00:42:8329"'], ['"1::2::3"', '"12345::"']),
     ({"type": "string", "format": "duration"}, ['"P1Y2M3DT4H"', '"P2W"'], ['"P1D2H"', '"PT"']),
+    ({"type": "string", "format": "time", "pattern": r"^\d\d:\d\d$"}, ['"12:34"'], ['"12:34:56Z"']),
     ({"type": "string", "format": "secret"}, ['"any"'], []),
     ({"type": "integer", "format": "int32"}, ["5"], []),
     # The smallest limits.
@@ -173,9 +174,9 @@ CASES: list[tuple[object, list[str], list[str]]] = [
         ["{}", '{"a": 1, "b": 2, "c": 3}'],
     ),
     (
-        {"type": "object", "minProperties": 2, "additionalProperties": {"type": "null"}},
-        ['{"a": null, "b": null}'],
-        ['{"a": null}'],
+        {"type": "object", "minProperties": 2, "properties": {"a": {}}, "additionalProperties": {"type": "null"}},
+        ['{"a": 1, "b": null}'],
+        ['{"a": 1}', '{"b": null, "b": null}'],
     ),
     (
         {"type": "object", "dependentRequired": {"a": ["b"]}, "properties": {"a": {"const": 1}, "b": {"const": 2}}},
@@ -367,6 +368,7 @@ REFUSED = [
     ({"type": "string", "pattern": "a$b"}, "$ in the middle"),
     ({"oneOf": [{"multipleOf": 2}, {"maximum": 5}]}, "oneOf: options 1 and 2 may match the same value"),
     ({"contains": {"const": 1}}, "contains cannot be enforced"),
+    ({"type": "object", "minProperties": 2}, "minProperties cannot be enforced, unless"),
     ({"type": "array", "uniqueItems": True}, "uniqueItems cannot be enforced, unless"),
     ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "uniqueItems"),
     ({"not": {"items": {"const": 1}}}, "not with items"),

@@ -62,7 +62,9 @@ def demands(document: Document, whole: Conjunction) -> Demands:
             if keyword in schema:
                 if not isinstance(schema[keyword], str):
                     raise SchemaError(f"{keyword} must be a text")
-                values.append(schema[keyword])
+                # The times of zod have patterns without an offset, which the format requires.
+                if (keyword, schema[keyword]) != ("format", "time") or "pattern" not in schema:
+                    values.append(schema[keyword])
     if found.values is not None:
         is_free = not (found.excluded or found.excluded_patterns or found.is_fractional)
         is_listed_once = sum(("enum" in schema) + ("const" in schema) for schema in whole.schemas) == 1

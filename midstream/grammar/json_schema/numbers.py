@@ -8,11 +8,11 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 # Exponents are short, so that every number is finite in double precision.
 NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?"
 INTEGER = r"-?(0|[1-9][0-9]*)"
-# Numbers that are no integers, as they are written without exponents.
-FRACTION = rf"{INTEGER}\.[0-9]*[1-9][0-9]*"
+# Numbers that are no integers, with so few digits that they are none in double precision either.
+FRACTION = r"-?(0|[1-9][0-9]{0,8})\.[0-9]{0,5}[1-9]0*"
 _FRACTION = r"(\.[0-9]+)?"
-# Numbers without exponents.
-PLAIN = INTEGER + _FRACTION
+# Numbers without exponents that double precision tells apart.
+PLAIN = r"-?(0|[1-9][0-9]{0,8})(\.[0-9]{1,6})?"
 # Larger exponents would make the expressions too long.
 _MAX_DIGITS = 400
 _EXACT = Context(prec=2 * _MAX_DIGITS)

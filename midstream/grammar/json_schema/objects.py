@@ -208,6 +208,9 @@ class _Chain:
         self._top = max(low, 1) if high is None else max(high, 1)
         if len(properties) * self._top > _MAX_STATES:
             raise UnenforceableError("minProperties or maxProperties with so many properties cannot be enforced")
+        if others and low > len(properties) + 1:
+            # A name that is not listed may be written twice.
+            raise UnenforceableError("minProperties cannot be enforced, unless it is at most one more than are listed")
         # By the property with which they begin, and the number of members before it.
         self._known: dict[tuple[int, int], Sequence] = {}
 
@@ -252,7 +255,8 @@ class _Chain:
         """Return the rule of the members that are not named, after `count` members."""
         most = None if self._high is None else self._high - count
         least_left = max(self._low - count, 0)
-        if most is not None and least_left > most:
+        # Two members that are not named may have the same name, so that they count as one.
+        if least_left > 1 or (most is not None and least_left > most):
             return self._maker.add([])
         members: list[Sequence] = [(item.key, item.value) for item in self._others]
         following = self._maker.add([(self._maker.style.between, *member) for member in members])
