@@ -130,7 +130,7 @@ class OutlinesCore:
     """
 
     def __init__(self) -> None:
-        import outlines_core  # type: ignore[import-not-found, unused-ignore]
+        import outlines_core  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         self._core = outlines_core
         self.texts = [bytes([byte]) for byte in range(128)]
