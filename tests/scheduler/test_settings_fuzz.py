@@ -62,7 +62,7 @@ def draw_config(draw: random.Random) -> SchedulerConfig:
         max_num_tokens=draw.choice((1, 5, 13, 64) if chunked else (25, 60, 2048)),
         max_context_chunk=draw.choice((0, 0, 1, 3, 8, 50)) if chunked else 0,
         max_attention_window=window,
-        sink_token_length=draw.choice((0, 1, 5, 20)) if window else 0,
+        sink_token_length=draw.choice([size for size in (0, 1, 5, 20) if size < max(window, 1)]),
         enable_block_reuse=draw.random() < 0.7,
         enable_chunked_context=chunked,
         pipeline_depth=draw.choice((1, 2, 2, 4)),
