@@ -163,7 +163,7 @@ def simulated(
             router.__main__,
             open_model_folder=lambda _: folder(network.tokenizers.get(running().name, "")),
             PromptBuilder=_Prompts,
-            ChatModel=SimpleNamespace(of=lambda *_: None),
+            ChatModel=SimpleNamespace(of=lambda *_: SimpleNamespace(tokens={})),
             MessagesApi=_NoServer,
             OpenAiApi=_NoServer,
             HttpPort=_NoServer,
