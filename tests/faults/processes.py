@@ -80,6 +80,7 @@ class Processes(NamedProcesses):
     async def make_whole(self, client: AsyncClient) -> None:
         """Start missing processes; return once all processes are ready and idle."""
         self.start(*(name for name in ALL if not self.is_running(name)))
+        await self.stand()  # the client may ask only one of the routers
         await until(lambda: self._is_complete(client))
 
     async def _is_complete(self, client: AsyncClient) -> bool:
