@@ -569,6 +569,7 @@ class HttpPort:
         if canceled := tuple(self._server.server_state.tasks):
             await asyncio.wait(canceled, timeout=_REJECTION_S)
         self.abort()
+        await asyncio.sleep(0)  # aborted connections close in the next iteration of the event loop
 
     def abort(self) -> None:
         """Close the port and all its connections at once."""

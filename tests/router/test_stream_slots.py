@@ -164,7 +164,8 @@ async def test_a_refused_call_is_freed_without_a_garbage_collection(
     async def call(number: int) -> None:
         token = current_caller.set(Caller("a"))
         try:
-            async for _ in servicer.ModelStreamInfer(messages[number], Mock()):
+            context = Mock(invocation_metadata=tuple)
+            async for _ in servicer.ModelStreamInfer(messages[number], context):
                 pass
         except OverloadedError as error:
             refusals.append(str(error))
