@@ -26,12 +26,10 @@ from router.protocols.anthropic.shapes import NO_CHANGE, PING, Fields, MessageWr
 from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel, SequenceReader, keep_prefix
 from router.protocols.fields import ignored_header, limit_without_effect
-from router.protocols.kind_change import kind_change_of
 from router.protocols.openai import app as openai_app
 from router.protocols.openai.models import Models
-from router.protocols.receipts import receipt_of
+from router.protocols.own_fields import own_fields_of
 from router.protocols.streaming import CompleteResponse, EventStream, StreamedResponse, dump
-from router.protocols.validation import validation_of
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +178,7 @@ class _Reply(StreamedResponse):
         output.raise_unfinished()
         self._writer.end(chunk, self._stop_words, {})
         message = self._writer.message(*self._writer.stop(chunk, self._stop_words), self._usage(chunk))
-        return message | kind_change_of(chunk) | validation_of(chunk) | receipt_of(chunk)
+        return message | own_fields_of(chunk)
 
     async def _stream(self, output: Output, reader: SequenceReader, events: EventStream) -> None:
         await events.write(_lines(self._writer.begin(self._job.conversation.num_prompt_tokens)))

@@ -9,9 +9,7 @@ from collections.abc import Iterable
 from midstream.chunk import Chunk, FinishReason, Usage
 from router.parsers.events import CallArguments, CallBegin, CallEnd, Event, ReasoningDelta, TextDelta
 from router.parsers.machine import parse_json
-from router.protocols.kind_change import kind_change_of
-from router.protocols.receipts import receipt_of
-from router.protocols.validation import validation_of
+from router.protocols.own_fields import own_fields_of
 
 Fields = dict[str, object]
 # An event without meaning. Not all clients count it as activity.
@@ -77,14 +75,7 @@ class MessageWriter:
         """Return the events that follow all output."""
         reason, word = self.stop(chunk, stop_words)
         delta = {"stop_reason": reason, "stop_sequence": word}
-        last = {
-            "type": "message_delta",
-            "delta": delta,
-            "usage": usage,
-            **kind_change_of(chunk),
-            **validation_of(chunk),
-            **receipt_of(chunk),
-        }
+        last = {"type": "message_delta", "delta": delta, "usage": usage, **own_fields_of(chunk)}
         return [*self._close(), last, {"type": "message_stop"}]
 
     def stop(self, chunk: Chunk, stop_words: Iterable[str]) -> tuple[str, str | None]:

@@ -11,9 +11,7 @@ from midstream.chunk import Chunk, FinishReason, Usage
 from midstream.extras import Extras, LogProbs
 from router.parsers.events import CallArguments, CallBegin, Event, ReasoningDelta, TextDelta
 from router.protocols.conversation import Conversation, SequenceReader
-from router.protocols.kind_change import kind_change_of
-from router.protocols.receipts import receipt_of
-from router.protocols.validation import validation_of
+from router.protocols.own_fields import own_fields_of
 
 # Returns the bytes of one token.
 Spell = Callable[[int], bytes]
@@ -46,7 +44,7 @@ class Details:
         change of the workers' kind, the result of a validation and the receipt are added to both.
         """
         reason = chunk.finish_reason or FinishReason.STOP
-        change = kind_change_of(chunk) | validation_of(chunk) | receipt_of(chunk)
+        change = own_fields_of(chunk)
         if not chunk.is_sequence_final or reason.is_failure:
             return {"finish_reason": None, **change}
         matched = chunk.matched_stop

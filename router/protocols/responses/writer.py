@@ -14,11 +14,9 @@ from typing import Literal
 from midstream.chunk import Chunk, FinishReason
 from router.parsers.events import CallArguments, CallBegin, CallEnd, Event, ReasoningDelta, TextDelta
 from router.parsers.machine import parse_json
-from router.protocols.kind_change import kind_change_of
-from router.protocols.receipts import receipt_of
+from router.protocols.own_fields import own_fields_of
 from router.protocols.responses.items import Item, hide_reasoning
 from router.protocols.responses.pieces import Pieces
-from router.protocols.validation import validation_of
 
 Fields = dict[str, object]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
@@ -203,7 +201,7 @@ def status_of(chunk: Chunk) -> Status:
 
 
 def _ending(chunk: Chunk, status: Status) -> Fields:
-    change = kind_change_of(chunk) | validation_of(chunk) | receipt_of(chunk)
+    change = own_fields_of(chunk)
     if status == "incomplete":
         return {"incomplete_details": {"reason": "max_output_tokens"}, **change}
     if status == "failed":
