@@ -26,7 +26,7 @@ from protos import generation_pb2 as protos_dot_generation__pb2
 from protos import receipts_pb2 as protos_dot_receipts__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/ledger.proto\x12\x0cmidstream.v1\x1a\x17protos/generation.proto\x1a\x15protos/receipts.proto\"\xa8\x02\n\x0bLedgerEntry\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04lora\x18\x04 \x01(\t\x12\x17\n\x0f\x61rrival_unix_ns\x18\x05 \x01(\x03\x12\x18\n\x10\x66inished_unix_ns\x18\x06 \x01(\x03\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\t \x01(\r\x12\x31\n\rfinish_reason\x18\n \x01(\x0e\x32\x1a.midstream.v1.FinishReason\x12&\n\x07receipt\x18\x0b \x01(\x0b\x32\x15.midstream.v1.Receipt\"8\n\nLedgerPage\x12*\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x19.midstream.v1.LedgerEntry\"!\n\x10GetLedgerRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\t\"S\n\x11GetLedgerResponse\x12*\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x19.midstream.v1.LedgerEntry\x12\x12\n\nnext_after\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/ledger.proto\x12\x0cmidstream.v1\x1a\x17protos/generation.proto\x1a\x15protos/receipts.proto\"\xa8\x02\n\x0bLedgerEntry\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04lora\x18\x04 \x01(\t\x12\x17\n\x0f\x61rrival_unix_ns\x18\x05 \x01(\x03\x12\x18\n\x10\x66inished_unix_ns\x18\x06 \x01(\x03\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\t \x01(\r\x12\x31\n\rfinish_reason\x18\n \x01(\x0e\x32\x1a.midstream.v1.FinishReason\x12&\n\x07receipt\x18\x0b \x01(\x0b\x32\x15.midstream.v1.Receipt\"[\n\nLedgerPage\x12*\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x19.midstream.v1.LedgerEntry\x12\x0e\n\x06key_id\x18\x02 \x01(\t\x12\x11\n\tsignature\x18\x03 \x01(\x0c\"!\n\x10GetLedgerRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\t\"S\n\x11GetLedgerResponse\x12*\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x19.midstream.v1.LedgerEntry\x12\x12\n\nnext_after\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,9 +36,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LEDGERENTRY']._serialized_start=86
   _globals['_LEDGERENTRY']._serialized_end=382
   _globals['_LEDGERPAGE']._serialized_start=384
-  _globals['_LEDGERPAGE']._serialized_end=440
-  _globals['_GETLEDGERREQUEST']._serialized_start=442
-  _globals['_GETLEDGERREQUEST']._serialized_end=475
-  _globals['_GETLEDGERRESPONSE']._serialized_start=477
-  _globals['_GETLEDGERRESPONSE']._serialized_end=560
+  _globals['_LEDGERPAGE']._serialized_end=475
+  _globals['_GETLEDGERREQUEST']._serialized_start=477
+  _globals['_GETLEDGERREQUEST']._serialized_end=510
+  _globals['_GETLEDGERRESPONSE']._serialized_start=512
+  _globals['_GETLEDGERRESPONSE']._serialized_end=595
 # @@protoc_insertion_point(module_scope)

@@ -47,7 +47,7 @@ class LedgerEntry(google.protobuf.message.Message):
     """Finish reason of the first sequence."""
     @property
     def receipt(self) -> protos.receipts_pb2.Receipt:
-        """Without its nonce. Unset if the scheduler made no receipts."""
+        """Without its nonce. Unset if the scheduler made no receipts. On a stored page it has only its body."""
 
     def __init__(
         self,
@@ -76,14 +76,21 @@ class LedgerPage(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ENTRIES_FIELD_NUMBER: builtins.int
+    KEY_ID_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
+    key_id: builtins.str
+    """The signature of all receipts on this page, as in Receipt: over the root of the tree of their bodies, in this order."""
+    signature: builtins.bytes
     @property
     def entries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LedgerEntry]: ...
     def __init__(
         self,
         *,
         entries: collections.abc.Iterable[global___LedgerEntry] | None = ...,
+        key_id: builtins.str = ...,
+        signature: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["entries", b"entries"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "key_id", b"key_id", "signature", b"signature"]) -> None: ...
 
 global___LedgerPage = LedgerPage
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from midstream.errors import UnavailableError
+from midstream.merkle import merkle_paths
+from midstream.receipts.digests import body_leaf
 from protos import generation_pb2, receipts_pb2
 from protos import ledger_pb2 as pb
 from scheduler.core.request import Request
@@ -96,7 +98,10 @@ class Ledger:
         pages = await self._pages(after)
         response = pb.GetLedgerResponse(next_after=pages[-1].key.id if pages else "")
         for page in pages:
-            response.entries.extend(_entries(page))
+            contents = _contents(page)
+            _complete_receipts(contents)
+            response.entries.extend(contents.entries)
+            await asyncio.sleep(0)  # there may be thousands of receipts on a page
         return response
 
     async def receipt(self, request_id: str) -> receipts_pb2.Receipt | None:
@@ -110,8 +115,11 @@ class Ledger:
             raise UnavailableError("the ledger cannot be read yet") from None
         async for number in self._index.pages(request_id):
             page = await self._documents.get(_page_key(number))
-            entries = _entries(page) if page is not None else []
-            for entry in reversed(entries):
+            if page is None:
+                continue
+            contents = _contents(page)
+            _complete_receipts(contents)
+            for entry in reversed(contents.entries):
                 if entry.request_id == request_id and entry.HasField("receipt"):
                     return entry.receipt
         return None
@@ -145,9 +153,16 @@ class Ledger:
             entry.receipt.body = body
         return entry
 
-    async def _sign(self, entries: Iterable[pb.LedgerEntry]) -> None:
-        if self._receipts is not None:
-            await self._receipts.sign([entry.receipt for entry in entries if entry.HasField("receipt")])
+    async def _page_of(self, entries: Iterable[pb.LedgerEntry]) -> pb.LedgerPage:
+        """Return a page with these entries, signed."""
+        page = pb.LedgerPage(entries=entries)
+        bodies = [entry.receipt.body for entry in _with_receipts(page)]
+        if bodies and self._receipts is not None:
+            page.key_id, page.signature = await self._receipts.sign(bodies)
+        return page
+
+    async def _add_to_index(self, key: DocumentKey, page: pb.LedgerPage) -> None:
+        await self._index.add(int(key.id), [entry.request_id for entry in _with_receipts(page)])
 
     async def _open(self) -> None:
         """Queue entries for ended requests from the journal that are not on any page.
@@ -162,7 +177,7 @@ class Ledger:
             if not pages:
                 break
             self._last_id = max(self._last_id, int(pages[0].key.id))
-            known.update(_key(entry) for page in pages for entry in _entries(page))
+            known.update(_key(entry) for page in pages for entry in _contents(page).entries)
             after = pages[-1].key
         missing = {_key(entry): entry for entry in self._recovered if _key(entry) not in known}
         self._waiting = missing | self._waiting
@@ -176,7 +191,7 @@ class Ledger:
         after = _page_key(await self._index.covered())
         while pages := await self._documents.list(_KIND, owner="", after=after, limit=_NUM_PAGES):
             for page in pages:
-                await self._index.add(int(page.key.id), _with_receipts(_entries(page)))
+                await self._add_to_index(page.key, _contents(page))
             after = pages[-1].key
 
     async def _flush(self) -> None:
@@ -191,14 +206,14 @@ class Ledger:
                 self._page = _page_key(self._last_id), self._waiting
                 self._waiting = {}
             key, entries = self._page
-            await self._sign(entries.values())
-            data = pb.LedgerPage(entries=entries.values()).SerializeToString()
+            page = await self._page_of(entries.values())
             # First the index, so that whoever has seen the page finds its receipts.
-            await self._index.add(int(key.id), _with_receipts(entries.values()))
-            await self._documents.put(key, data, expires_ns=int(key.id) + self._ttl_ns, if_version=0)
+            await self._add_to_index(key, page)
+            await self._documents.put(
+                key, page.SerializeToString(), expires_ns=int(key.id) + self._ttl_ns, if_version=0
+            )
             self._page = None
         for amended, entry in list(self._amended.items()):
-            await self._sign([entry])
             await self._amend(amended, entry)
             if self._amended[amended] is entry:
                 del self._amended[amended]
@@ -208,11 +223,11 @@ class Ledger:
         after = f"{max(entry.finished_unix_ns - _MARGIN_NS, 0):020d}"
         while pages := await self._pages(after):
             for page in pages:
-                entries = _entries(page)
+                entries = list(_contents(page).entries)
                 for place, known in enumerate(entries):
                     if _key(known) == key:
                         entries[place] = entry
-                        data = pb.LedgerPage(entries=entries).SerializeToString()
+                        data = (await self._page_of(entries)).SerializeToString()
                         await self._documents.put(page.key, data, expires_ns=page.expires_ns)
                         return
             after = pages[-1].key.id
@@ -227,12 +242,24 @@ def _page_key(number: int) -> DocumentKey:
     return DocumentKey("", _KIND, f"{number:020d}")
 
 
-def _with_receipts(entries: Iterable[pb.LedgerEntry]) -> Iterator[str]:
-    return (entry.request_id for entry in entries if entry.HasField("receipt"))
+def _contents(page: Document) -> pb.LedgerPage:
+    return pb.LedgerPage.FromString(page.data)
 
 
-def _entries(page: Document) -> list[pb.LedgerEntry]:
-    return list(pb.LedgerPage.FromString(page.data).entries)
+def _with_receipts(page: pb.LedgerPage) -> list[pb.LedgerEntry]:
+    return [entry for entry in page.entries if entry.HasField("receipt")]
+
+
+def _complete_receipts(page: pb.LedgerPage) -> None:
+    """Give each receipt on a page its path and signature."""
+    receipts = [entry.receipt for entry in _with_receipts(page)]
+    if not receipts:
+        return
+    _, paths = merkle_paths([body_leaf(receipt.body) for receipt in receipts])
+    for receipt, path in zip(receipts, paths, strict=True):
+        receipt.path.extend(path.siblings)
+        receipt.left_siblings = path.left_siblings
+        receipt.key_id, receipt.signature = page.key_id, page.signature
 
 
 def _key(entry: pb.LedgerEntry) -> _Key:

@@ -1,8 +1,8 @@
 """Receipts of ended requests (protos/receipts.proto).
 
 A receipt's body is a function of the request, its output and its times, which are in the journal, so that every
-incarnation of the scheduler makes the same body. It is signed when somebody asks for it, and together with others when
-the ledger stores it, since a signature takes longer than everything else.
+incarnation of the scheduler makes the same body. It is signed when somebody asks for it, and together with all others
+on a page when the ledger stores it, since a signature takes longer than everything else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from midstream.clock import SteadyClock
 from midstream.errors import ConfigError, NotFoundError, UnavailableError
 from midstream.extras import LogProbs
-from midstream.merkle import merkle_paths
+from midstream.merkle import merkle_root
 from midstream.receipts.digests import (
     NONCE_BYTES,
     PROMPT,
@@ -46,7 +46,6 @@ from scheduler.journal.documents import DocumentKey, Documents
 
 logger = logging.getLogger(__name__)
 
-_MAX_SIGNED_TOGETHER = 64
 _KEY_KIND = "receipt_key"
 _MAX_KEYS = 10_000
 # How long the scheduler may take to learn of a stop word that a detokenizer has found.
@@ -139,18 +138,13 @@ class Receipts:
         """Return the receipt's body of an ended request; nothing if it was accepted while receipts were off."""
         return receipt_body(request, accepted, self._engine.clock) if request.spec.receipt_nonce else b""
 
-    async def sign(self, receipts: Sequence[receipts_pb2.Receipt]) -> None:
-        """Sign receipts that have only a body. Raises UnavailableError if a new key cannot be published."""
+    async def sign(self, bodies: Sequence[bytes]) -> tuple[str, bytes]:
+        """Return the id of the newest key, and its signature of the tree of at least one body. Raises UnavailableError
+        if a new key cannot be published.
+        """
         key = self._keys.signing
         await self._publish()
-        for start in range(0, len(receipts), _MAX_SIGNED_TOGETHER):
-            together = receipts[start : start + _MAX_SIGNED_TOGETHER]
-            root, paths = merkle_paths([body_leaf(receipt.body) for receipt in together])
-            signature = key.sign(root)
-            for receipt, path in zip(together, paths, strict=True):
-                receipt.path[:] = path.siblings
-                receipt.left_siblings = path.left_siblings
-                receipt.key_id, receipt.signature = key.key_id, signature
+        return key.key_id, key.sign(merkle_root(list(map(body_leaf, bodies))))
 
     async def find(self, query: receipts_pb2.GetReceiptRequest) -> receipts_pb2.GetReceiptResponse | None:
         """Return the receipt of an ended request that is still known; None if it is not known.
@@ -167,8 +161,8 @@ class Receipts:
         body = self.body(request, accepted)
         if not body:
             raise NotFoundError("has no receipt, since receipts were off when it was accepted", field="request_id")
-        receipt = receipts_pb2.Receipt(body=body, nonce=request.spec.receipt_nonce)
-        await self.sign([receipt])
+        key_id, signature = await self.sign([body])
+        receipt = receipts_pb2.Receipt(body=body, nonce=request.spec.receipt_nonce, key_id=key_id, signature=signature)
         response = receipts_pb2.GetReceiptResponse(receipt=receipt)
         if query.include_request:
             response.request = canonical_request(accepted)

@@ -120,8 +120,7 @@ class RowWriter:
         result, record, runs = Transaction(), pb.JournalCommit(), _Runs()
         for entry in entries:
             if isinstance(entry, Emitted):
-                for sequence, length in zip(entry.sequences, entry.lengths, strict=True):
-                    self._add_tokens(sequence, length, runs, record)
+                self._add_tokens(entry, runs, record)
             else:
                 self._add(entry, result, record)
         runs.write(record)
@@ -165,28 +164,33 @@ class RowWriter:
         self.live_bytes += len(data)
         result.accepted.append((kept.number, seal(data)))
 
-    def _add_tokens(self, sequence: Sequence, length: int, runs: _Runs, record: pb.JournalCommit) -> None:
-        request, index = sequence.request, sequence.index
-        if request.spec.tensor_bytes:
-            return  # the output of such a request is not stored, but computed again
-        request_id = request.spec.request_id
-        kept = self._kept[request_id]
-        start = kept.lengths[index]
-        count = length - start
-        kept.lengths[index] = length
-        runs.requests.append(kept.number)
-        runs.indices.append(index)
-        runs.counts.append(count)
-        if count == 1:
-            runs.tokens.append(sequence.output[start])
-        else:
-            runs.tokens.extend(sequence.output[start:length])
-        self._note_changed(request_id, request, kept, 4 * count)
-        if length % LINK_TOKENS < count and request.spec.receipt_nonce:
-            self._add_links(sequence, start, length, kept, record)
-        if sequence.outputs:
-            extras = sequence.outputs[kept.num_outputs[index] :]
-            self._add_outputs(index, takewhile(lambda extra: extra.token_offset < length, extras), kept, record)
+    def _add_tokens(self, entry: Emitted, runs: _Runs, record: pb.JournalCommit) -> None:
+        # This loop runs once per token.
+        num_before = len(runs.tokens)
+        for sequence, length in zip(entry.sequences, entry.lengths, strict=True):
+            request, index = sequence.request, sequence.index
+            spec = request.spec
+            if spec.tensor_bytes:
+                continue  # the output of such a request is not stored, but computed again
+            kept = self._kept[spec.request_id]
+            start = kept.lengths[index]
+            count = length - start
+            kept.lengths[index] = length
+            kept.num_bytes += 4 * count
+            runs.requests.append(kept.number)
+            runs.indices.append(index)
+            runs.counts.append(count)
+            if count == 1:
+                runs.tokens.append(sequence.output[start])
+            else:
+                runs.tokens.extend(sequence.output[start:length])
+            if self._folds_commits:
+                self._mark_changed(request, kept, 4 * count)
+            if length % LINK_TOKENS < count and spec.receipt_nonce:
+                self._add_links(sequence, start, length, kept, record)
+            if sequence.outputs:
+                self._add_outputs(sequence, length, kept, record)
+        self.live_bytes += 4 * (len(runs.tokens) - num_before)
 
     def _add_links(self, sequence: Sequence, start: int, length: int, kept: Kept, record: pb.JournalCommit) -> None:
         """Add the links that the tokens [start, length) complete."""
@@ -206,10 +210,17 @@ class RowWriter:
         steps = beams.search.steps[kept.num_beam_steps : entry.num_steps]
         kept.num_beam_steps = entry.num_steps
         add_beam_steps(record, kept.number, steps)
-        self._add_outputs(0, request.sequences[0].outputs[kept.num_outputs[0] : entry.num_outputs], kept, record)
-        self._note_changed(request.request_id, request, kept, sum(map(_num_bytes, steps)))
+        self._add_extras(0, request.sequences[0].outputs[kept.num_outputs[0] : entry.num_outputs], kept, record)
+        num_bytes = sum(map(_num_bytes, steps))
+        kept.num_bytes += num_bytes
+        self.live_bytes += num_bytes
+        self._mark_changed(request, kept, num_bytes)
 
-    def _add_outputs(self, index: int, extras: Iterable[ExtraOutput], kept: Kept, record: pb.JournalCommit) -> None:
+    def _add_outputs(self, sequence: Sequence, length: int, kept: Kept, record: pb.JournalCommit) -> None:
+        extras = sequence.outputs[kept.num_outputs[sequence.index] :]
+        self._add_extras(sequence.index, takewhile(lambda extra: extra.token_offset < length, extras), kept, record)
+
+    def _add_extras(self, index: int, extras: Iterable[ExtraOutput], kept: Kept, record: pb.JournalCommit) -> None:
         for extra in extras:
             kept.num_outputs[index] += 1
             kept.num_bytes += len(extra.data)
@@ -218,13 +229,12 @@ class RowWriter:
                 request=kept.number, sequence_index=index, token_offset=extra.token_offset, data=extra.data
             )
 
-    def _note_changed(self, request_id: str, request: Request, kept: Kept, num_bytes: int) -> None:
-        kept.num_bytes += num_bytes
-        self.live_bytes += num_bytes
+    def _mark_changed(self, request: Request, kept: Kept, num_bytes: int) -> None:
+        """Let the next compaction write the request's row, which has grown by `num_bytes`."""
         if not self._folds_commits:
             return
-        if request_id not in self._changed:
-            self._changed[request_id] = request
+        if request.request_id not in self._changed:
+            self._changed[request.request_id] = request
             self._changed_bytes += kept.num_bytes
         else:
             self._changed_bytes += num_bytes
@@ -233,7 +243,7 @@ class RowWriter:
         kept = self._kept[entry.request.request_id]
         kept.kind, kept.kind_changed_at = entry.kind, entry.changed_at
         add_kind(record, kept.number, entry.kind, entry.changed_at)
-        self._note_changed(entry.request.request_id, entry.request, kept, 0)
+        self._mark_changed(entry.request, kept, 0)
 
     def _end_sequence(self, sequence: Sequence, record: pb.JournalCommit) -> None:
         request = sequence.request
@@ -245,7 +255,7 @@ class RowWriter:
         kept.has_ended[sequence.index] = True
         assert sequence.end is not None
         add_end(record, kept.number, sequence.index, sequence.end)
-        self._note_changed(request.request_id, request, kept, 0)
+        self._mark_changed(request, kept, 0)
 
     def _finish(self, request: Request, record: pb.JournalCommit) -> None:
         if request.spec.tensor_bytes:
@@ -253,7 +263,7 @@ class RowWriter:
         kept = self._kept[request.request_id]
         kept.is_over = True
         add_finish(record, kept.number, request.finish, self._clock)
-        self._note_changed(request.request_id, request, kept, 0)
+        self._mark_changed(request, kept, 0)
 
     def _forget(self, request: Request, result: Transaction) -> None:
         self._requests.pop(request.request_id, None)

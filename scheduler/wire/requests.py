@@ -35,6 +35,16 @@ class _Adapters(TypedDict, total=False):
     num_virtual_tokens: int
 
 
+class _Beams(TypedDict, total=False):
+    """The fields of RequestSpec that only beam search uses."""
+
+    stop_words: tuple[str, ...]
+    beam_width: int
+    beam_diversity_rate: float
+    length_penalty: float
+    early_stopping: int
+
+
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
     """Properties of the model that the conversion needs."""
@@ -77,14 +87,9 @@ def spec_from_proto(
         max_tokens=max_tokens,
         num_sequences=sampling.num_return_sequences or 1,
         stop_token_ids=frozenset(stop_ids(request, limits)),
-        stop_sequences=tuple(tuple(word.values) for word in request.stopping.stop_word_token_ids),
+        stop_sequences=tuple([tuple(word.values) for word in request.stopping.stop_word_token_ids]),
         # A completed grammar overrides min_tokens, so that a stop token then ends the sequence.
         min_tokens=0 if request.HasField("guided_decoding") else sampling.min_tokens,
-        stop_words=tuple(request.stopping.stop_words) if sampling.beam_width > 1 else (),
-        beam_width=sampling.beam_width or 1,
-        beam_diversity_rate=sampling.beam_search_diversity_rate,
-        length_penalty=sampling.length_penalty,
-        early_stopping=sampling.early_stopping if sampling.HasField("early_stopping") else 1,
         num_draft_tokens=_num_draft_tokens(request) if request.HasField("speculative") else 0,
         client_id=request.client_id,
         priority=request.priority,
@@ -104,9 +109,21 @@ def spec_from_proto(
         tokenizer_fingerprint=request.tokenizer_fingerprint,
         receipt_nonce=request.receipt_nonce,
         payload=request.SerializeToString(),
+        **(_beams(request) if sampling.beam_width > 1 else {}),
         **retention,
         **adapters,
     )
+
+
+def _beams(request: pb.GenerateRequest) -> _Beams:
+    sampling = request.sampling
+    return {
+        "stop_words": tuple(request.stopping.stop_words),
+        "beam_width": sampling.beam_width,
+        "beam_diversity_rate": sampling.beam_search_diversity_rate,
+        "length_penalty": sampling.length_penalty,
+        "early_stopping": sampling.early_stopping if sampling.HasField("early_stopping") else 1,
+    }
 
 
 def _named_tokens(virtual: pb.ResolvedAdapter) -> range:
