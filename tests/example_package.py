@@ -14,5 +14,5 @@ def install(package: Path, folder: Path) -> Path:
     for file in package.glob("*.*"):
         (source / file.name).write_bytes(file.read_bytes())
     options = ["-q", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--target", str(site)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True, timeout=400)
     return site

@@ -137,7 +137,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
 
     async def until(self, condition: Any) -> None:
         """Wait for a condition that depends on another component."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()

@@ -88,7 +88,7 @@ class Reading:
 async def read(stub: Stub, first: int, num_tokens: int) -> Reading:
     """Read a stream of the fake worker, whose tokens count up from `first`; check that it is complete and in order."""
     reading = Reading(time.monotonic())
-    async for response in stub.Generate(request(first, num_tokens), timeout=120):
+    async for response in stub.Generate(request(first, num_tokens), timeout=400):
         assert response.token_offset == len(reading.token_ids)
         reading.token_ids += response.token_ids
         reading.arrivals += [time.monotonic()] * len(response.token_ids)

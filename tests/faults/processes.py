@@ -21,7 +21,7 @@ from tests.integration.named_processes import NamedProcesses
 from tests.integration.service import latest_stats
 from tests.ports import free_ports
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 ALL = ("scheduler", "worker-0", "worker-1", "detokenizer-0", "detokenizer-1", "router-0", "router-1")
 
 

@@ -205,7 +205,7 @@ async def check_batch(service: InProcessService, model: Any, folder: ModelFolder
     async with openai.AsyncOpenAI(base_url=service.next_url() + "/v1", api_key="-", max_retries=0) as client:
         file = await client.files.create(file=("lines.jsonl", json.dumps(line).encode()), purpose="batch")
         batch = await client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while batch.output_file_id is None:
                 assert batch.errors is None
                 await asyncio.sleep(0.1)

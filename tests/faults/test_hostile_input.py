@@ -245,6 +245,6 @@ def _send(address: str, data: bytes, *, is_cut: bool) -> None:
 
 
 async def _until(limited: LimitedService, name: str, least: float) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while await asyncio.to_thread(limited.metric, name) < least:  # noqa: ASYNC110 (a process)
             await asyncio.sleep(0.05)

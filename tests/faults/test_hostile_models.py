@@ -263,7 +263,7 @@ def test_no_process_starts_on_a_hostile_model(folder: Path) -> None:
         for name, flags in commands.items()
     }  # fmt: skip
     for name, process in processes.items():
-        _, errors = process.communicate(timeout=100)
+        _, errors = process.communicate(timeout=400)
         assert process.returncode == 2, (name, errors)
         assert "auto_map" in errors
         assert "Traceback" not in errors

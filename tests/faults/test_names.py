@@ -35,6 +35,6 @@ def test_streams_continue_when_the_address_behind_a_name_changes(
 ) -> None:
     program = [sys.executable, "-P", "-m", "tests.faults.name_scenarios", "--folder", str(tmp_path), "--prefix", prefix]
     result = subprocess.run(
-        [*unshare, *program], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=170
+        [*unshare, *program], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=550
     )
     assert result.returncode == 0, result.stdout + result.stderr

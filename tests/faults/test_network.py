@@ -23,7 +23,7 @@ def unshare() -> list[str]:
 def run(unshare: list[str], folder: Path, scenario: str, *flags: str) -> None:
     program = [sys.executable, "-m", "tests.faults.network_scenarios", scenario, "--folder", str(folder), *flags]
     command = [*unshare, *program, "--namespaces"] if unshare else program
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=170)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=550)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

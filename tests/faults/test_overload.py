@@ -74,7 +74,7 @@ async def test_slow_readers_use_bounded_memory_and_are_disconnected(limited: Lim
         slow_stub = cast("Stub", service_pb2_grpc.MidstreamStub(channel))
         alone = await asyncio.gather(*(read(stub, 1000 * i, NUM_TOKENS) for i in range(1, 5)))
         before = {name: limited.resident_bytes(name) for name in ("router", "detokenizer", "scheduler")}
-        slow = [slow_stub.Generate(long, timeout=170) for _ in range(4)]
+        slow = [slow_stub.Generate(long, timeout=550) for _ in range(4)]
         for call in slow:
             await call.read()  # the request is running; from now on the client does not read
         beside: list[Reading] = []
@@ -97,7 +97,7 @@ async def _end(call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateRes
 
 
 async def until_idle(limited: LimitedService) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(240):
         while await asyncio.to_thread(limited.metric, "num_requests_running"):  # noqa: ASYNC110 (a process)
             await asyncio.sleep(0.05)
         assert await asyncio.to_thread(limited.metric, "kv_cache_usage_perc") == 0

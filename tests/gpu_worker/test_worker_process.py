@@ -213,7 +213,7 @@ def wait_for_seals(folder: Path, num_blocks: int) -> None:
     """Wait until a thread of the worker has sealed the first blocks of its pool, the only one in `folder`."""
     (pool,) = folder.glob("*.kv")
     page_size = 4096  # the first page contains the hashes, the second one the seals
-    give_up_at = time.monotonic() + 60
+    give_up_at = time.monotonic() + 240
     while not np.fromfile(pool, dtype=np.uint64, count=num_blocks, offset=page_size).all():
         assert time.monotonic() < give_up_at
         time.sleep(0.01)

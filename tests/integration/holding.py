@@ -48,7 +48,7 @@ class Hold:
 
     async def held(self) -> int:
         """Wait until a worker is paused; return its process id."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while not self._held.exists():  # noqa: ASYNC110 (the other side is a process)
                 await asyncio.sleep(0.01)
         return int(self._held.read_text())

@@ -22,7 +22,7 @@ from tests.ports import free_ports
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
-START_TIMEOUT_S = 120
+START_TIMEOUT_S = 400
 
 
 class Parts(NamedProcesses):

@@ -16,7 +16,7 @@ import psycopg
 
 from tests.ports import free_ports
 
-START_TIMEOUT_S = 30
+START_TIMEOUT_S = 120
 _USER = "postgres"
 # A role for tests, which tests create.
 ROLE = "midstream"

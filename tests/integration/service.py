@@ -23,13 +23,13 @@ from protos import service_pb2_grpc, stats_pb2
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
-START_TIMEOUT_S = 150
+START_TIMEOUT_S = 400
 
 T = TypeVar("T")
 
 
 def midstream(
-    *arguments: str, timeout: float = 60, stdin: str = "", **environment: str
+    *arguments: str, timeout: float = 240, stdin: str = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the command; return its exit status and output."""
     return subprocess.run(
@@ -69,7 +69,7 @@ class Service:
         """Return the status as soon as every process serves, or at a time limit; on a busy machine, a process may be
         slow to answer.
         """
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while True:
             status = self.status()
             serves = {process["health"] for process in status["processes"]} == {"serving"}
@@ -132,7 +132,7 @@ async def latest_stats(stub: Stub) -> stats_pb2.IterationStats:
     raise AssertionError("no statistics")
 
 
-async def eventually_idle(stub: Stub, limit_s: float = 60) -> stats_pb2.IterationStats:
+async def eventually_idle(stub: Stub, limit_s: float = 240) -> stats_pb2.IterationStats:
     """Return the statistics once no request is left, or the latest statistics at the time limit."""
     return await eventually(
         lambda: latest_stats(stub),

@@ -23,7 +23,7 @@ def call(service: Service, path: str, body: dict[str, Any] | None = None) -> dic
     url = f"http://{service.processes('router')[0]['addresses']['http']}{path}"
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=400) as answer:
         found: dict[str, Any] = json.load(answer)
         return found
 

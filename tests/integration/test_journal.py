@@ -36,7 +36,7 @@ async def read(stub: Stub, first: int, half_way: asyncio.Event) -> tuple[list[in
     """
     received: list[int] = []
     longest, last = 0.0, time.monotonic()
-    async for response in stub.Generate(tokens([first], max_tokens=NUM_TOKENS), timeout=150):
+    async for response in stub.Generate(tokens([first], max_tokens=NUM_TOKENS), timeout=400):
         assert response.token_offset == len(received)
         received += response.token_ids
         now = time.monotonic()
@@ -165,7 +165,7 @@ async def test_streams_continue_once_the_disk_has_room_for_the_next_segment(
 
 
 async def _first_of(stub: Stub, request: GenerateRequest) -> None:
-    async for _ in stub.Generate(request, timeout=150):
+    async for _ in stub.Generate(request, timeout=400):
         return
 
 

@@ -65,7 +65,7 @@ class Stream:
     final: pb.GenerateResponse | None = None
 
     async def read(self, stub: Stub, request: pb.GenerateRequest) -> Stream:
-        async for response in stub.Generate(request, timeout=120, wait_for_ready=True):
+        async for response in stub.Generate(request, timeout=400, wait_for_ready=True):
             assert response.token_offset == len(self.tokens)
             self.tokens += response.token_ids
             self.text += response.text
@@ -137,7 +137,7 @@ async def run(stub: Stub, requests: Sequence[pb.GenerateRequest]) -> list[Stream
 
 
 async def half_way(streams: Sequence[Stream]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not all(stream.tokens for stream in streams):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.002)

@@ -66,7 +66,7 @@ async def test_a_killed_rank_ends_the_group_but_no_stream(
     async def receive(stub: Stub, prompt: list[int]) -> list[int]:
         nonlocal is_killed
         received: list[int] = []
-        async for response in stub.Generate(tokens(prompt, max_tokens=NUM_TOKENS), timeout=150):
+        async for response in stub.Generate(tokens(prompt, max_tokens=NUM_TOKENS), timeout=400):
             assert response.token_offset == len(received)
             received += response.token_ids
             if len(received) >= 3 and not is_killed:

@@ -65,7 +65,7 @@ class Timed:
         return [after - before for before, after in pairwise(self.times_s)]
 
     async def read(self, stub: MidstreamAsyncStub, prompt: list[int]) -> Timed:
-        async for response in stub.Generate(tokens(prompt, max_tokens=NUM_TOKENS), timeout=120):
+        async for response in stub.Generate(tokens(prompt, max_tokens=NUM_TOKENS), timeout=400):
             assert response.token_offset == len(self.tokens)
             self.tokens += response.token_ids
             self.times_s += [time.monotonic()] * len(response.token_ids)

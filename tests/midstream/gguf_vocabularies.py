@@ -62,7 +62,7 @@ def ask_llama_cpp(file: Path, texts: Sequence[str] = (), **requests: Any) -> dic
     command = [LLAMA_CPP_PYTHON, str(script), str(file)]
     given = json.dumps({"texts": list(texts), **requests})
     done = subprocess.run(
-        command, input=given, capture_output=True, text=True, errors="replace", timeout=120, check=False
+        command, input=given, capture_output=True, text=True, errors="replace", timeout=400, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     log = (done.stdout + done.stderr).splitlines()

@@ -57,7 +57,7 @@ class Run:
 
     async def end(self) -> None:
         self.stop.set()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await self.task
 
 
@@ -123,7 +123,7 @@ async def test_the_pause_before_a_restart_grows_until_the_process_has_served(tmp
         is_back = (ProcessPhase.READY, number)
         await run.until(lambda state: _named(state, "worker-0") == is_back)  # noqa: B023
         assert process._backoff_s == first * 2**number
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while process._backoff_s != first:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     await run.end()
@@ -160,7 +160,7 @@ async def test_a_process_that_only_waits_for_others_or_drains_is_not_restarted(
     run.supervisor._processes[0].send(signal.SIGUSR1)
     await run.until(lambda state: _named(state, "worker-0")[0] is ProcessPhase.UNHEALTHY)
     before = num_probes
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while num_probes < before + 5:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert _named(run.supervisor.state, "worker-0") == (ProcessPhase.UNHEALTHY, 0)
@@ -289,7 +289,7 @@ async def test_a_run_outlives_a_full_disk_and_writes_its_state_once_there_is_roo
     assert stored is not None
     assert _named(stored, "worker-0") == (ProcessPhase.READY, 0)
     (tmp_path / "run" / "state.new").unlink()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while run.run_dir.read_state() != state:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await run.end()

@@ -403,7 +403,7 @@ async def test_a_client_that_does_not_acknowledge_the_end_is_refused_calls_after
     server, _ = serving()
     peer = Peer(server)
     task = asyncio.create_task(server.stop(60))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not peer.transport.is_closed:  # noqa: ASYNC110 (nothing signals it)
             await asyncio.sleep(0)
     assert goaway_of(peer.frames()) == (0, ErrorCode.NO_ERROR)
@@ -424,7 +424,7 @@ async def test_a_connection_that_waits_to_be_accepted_when_the_server_stops_is_s
             await asyncio.open_connection("127.0.0.1", port)
         await asyncio.get_running_loop().sock_sendall(client, wire.PREFACE + wire.settings([]) + call)
         answer = b""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while framed(b"a") not in answer:
                 read = await asyncio.get_running_loop().sock_recv(client, 4096)
                 assert read

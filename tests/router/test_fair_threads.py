@@ -32,7 +32,7 @@ class Gate:
         self._let_go.release(count)
 
     async def until_begun(self, count: int) -> list[str]:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while len(self.begun) < count:  # noqa: ASYNC110 (threads append)
                 await asyncio.sleep(0.001)
         return self.begun

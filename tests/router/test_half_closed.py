@@ -36,7 +36,7 @@ async def rest_of(client: socket.socket) -> bytes:
     """Close the client's side; return everything up to the end of the connection."""
     client.shutdown(socket.SHUT_WR)
     reader, writer = await asyncio.open_connection(sock=client)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(240):
         data = await reader.read()
     writer.close()
     return data
@@ -80,7 +80,7 @@ async def received(client: socket.socket, end: bytes) -> bytes:
     """Return what was received up to `end`."""
     client.setblocking(False)
     data = b""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(240):
         while not data.endswith(end):
             data += await asyncio.get_running_loop().sock_recv(client, 1)
     return data

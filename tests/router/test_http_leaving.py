@@ -41,7 +41,7 @@ def app() -> App:
 async def port(app: App) -> AsyncIterator[HttpPort]:
     port = HttpPort(app, "127.0.0.1", 0)
     port.start()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not hasattr(port._server, "servers"):  # noqa: ASYNC110 (nothing signals it)
             await asyncio.sleep(0)
     yield port
@@ -56,13 +56,13 @@ async def connect(port: HttpPort) -> Connection:
 
 
 async def head_of(reader: asyncio.StreamReader) -> str:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         return (await reader.readuntil(b"\r\n\r\n")).decode().lower()
 
 
 async def rest_of(connection: Connection) -> bytes:
     """Return what is sent until the server closes the connection."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         rest = await connection[0].read()
     connection[1].close()
     return rest

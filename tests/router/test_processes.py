@@ -49,7 +49,7 @@ class Process:
 
     async def ready(self) -> None:
         """Wait until the process reports SERVING."""
-        async with asyncio.timeout(60), open_channel(self.address) as channel:
+        async with asyncio.timeout(240), open_channel(self.address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             async for response in stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
                 if response.status == health_pb2.HealthCheckResponse.SERVING:
@@ -159,7 +159,7 @@ async def attached_part(parts: list[Process]) -> Process:
     """Return the process that serves the stream, found by its metrics: relayed tokens on a router, attached streams on
     a detokenizer.
     """
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while True:
             for part in parts:
                 lines = (await asyncio.to_thread(part.get, "/metrics")).splitlines()
@@ -276,7 +276,7 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str
 
 async def accepted_by_all(processes: list[Process], port: int) -> None:
     """Wait until each process has open connections on the port."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while True:
             found = [psutil.Process(item.process.pid).net_connections("tcp") for item in processes]
             if all(any(_is_open(entry, port) for entry in entries) for entries in found):

@@ -51,7 +51,7 @@ async def test_a_start_that_waits_for_another_component_delays_no_other() -> Non
     slots = StartSlots(1, hold_s=0.01)
     starts = Starts(slots)
     tasks = [asyncio.create_task(starts.run("a")) for _ in range(3)]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while len(starts.begun) < 3:  # noqa: ASYNC110 (a timer lets them begin)
             await asyncio.sleep(0.001)
     starts.let_go(3)

@@ -110,7 +110,7 @@ async def test_a_request_ends_at_its_deadline_even_if_other_components_hang(
     monkeypatch.setattr(generation, "_LATE_S", 0.0)
     router = await cluster.add_router(*[await cluster.add_detokenizer()] * has_detokenizer)
     request = pb.GenerateRequest(token_ids=pb.TokenIds(values=PROMPT), timeout_ms=3000)
-    async with open_channel(router.address) as channel, asyncio.timeout(60):
+    async with open_channel(router.address) as channel, asyncio.timeout(240):
         stub: service_pb2_grpc.MidstreamAsyncStub = service_pb2_grpc.MidstreamStub(channel)  # type: ignore[assignment]
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             async for _ in stub.Generate(request):

@@ -38,7 +38,7 @@ class Stream:
     async def send(self, num_bytes: int = 0) -> Callable[[object], None]:
         """Send a request; once it has been read, return the function that marks its end."""
         self.queue.put_nowait(pb.ModelInferRequest(id="x" * num_bytes))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             return await self.received.get()
 
     async def close(self) -> None:
@@ -79,7 +79,7 @@ async def test_requests_in_memory_hold_up_the_next_ones_of_their_client_alone() 
     (await other.send())(None)
     assert large.received.empty()
     ended(None)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         (await large.received.get())(None)
     await large.close()
     await other.close()

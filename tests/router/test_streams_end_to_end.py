@@ -212,7 +212,7 @@ async def test_streams_spread_over_detokenizers(cluster: Cluster, open_client: O
     detokenizers = [await cluster.add_detokenizer(f"d{i}") for i in range(3)]
     router = await cluster.add_router(*detokenizers)
     pool = router.servicer.runner.pool  # type: ignore[attr-defined]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while pool.num_live < 3:  # noqa: ASYNC110 (the pool has no event for "all")
             await asyncio.sleep(0.01)
     client = open_client(router)

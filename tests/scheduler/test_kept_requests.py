@@ -164,7 +164,7 @@ async def test_a_request_restored_before_its_removal_is_committed_stays(tmp_path
         await scheduler.submit("a", [1, 2, 3], keep_s=600, detached=True)
         tokens, _ = await read(scheduler, "a")
         engine, key = scheduler.service.engine, DocumentKey("", "request", "a")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(240):
             while await scheduler.service.journal.documents.get(key) is None:  # noqa: ASYNC110 (a thread writes it)
                 await asyncio.sleep(0.01)
         old = engine.core.lifecycle.requests["a"]

@@ -19,7 +19,7 @@ from tests.scheduler.test_kept_requests import forgotten, read, settings
 
 async def entries(scheduler: RunningScheduler, count: int) -> list[ledger_pb2.LedgerEntry]:
     """Return all entries, once there are `count` of them."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(240):
         while True:
             found: list[ledger_pb2.LedgerEntry] = []
             answer = await scheduler.stub.GetLedger(ledger_pb2.GetLedgerRequest())
@@ -138,7 +138,7 @@ async def test_an_amended_end_changes_the_ledger_entry(tmp_path: Path) -> None:
         await read(scheduler, "a")
         engine = scheduler.service.engine
         engine.handle(StopWordFound(engine.now_ns(), "a", 0, 2, "x"))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(240):
             while summary(await entries(scheduler, 1)) != {"a": ("", 3, 2)}:  # noqa: ASYNC110 (a thread writes it)
                 await asyncio.sleep(0.05)
 
@@ -161,7 +161,7 @@ async def test_a_stop_word_in_the_last_tokens_changes_the_ledger_entry(tmp_path:
             num_ended += len((await feed.read()).ended)
         stop = scheduler_pb2.FeedStop(stream=1, sequence_index=0, num_tokens=5, stop_word="x")
         await feed.write(scheduler_pb2.FeedCommand(stop=stop))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(240):
             while summary(await entries(scheduler, 2)) != {"a": ("", 3, 5), "b": ("", 3, 6)}:  # noqa: ASYNC110 (a thread writes it)
                 await asyncio.sleep(0.05)
         reasons = {entry.request_id: entry.finish_reason for entry in await entries(scheduler, 2)}

@@ -62,7 +62,7 @@ async def create(client: openai.AsyncOpenAI, lines: list[str], window: Any = "24
 
 
 async def ended(client: openai.AsyncOpenAI, batch: Any) -> Any:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while batch.status not in ("completed", "failed", "expired", "cancelled"):
             await asyncio.sleep(0.1)
             batch = await client.batches.retrieve(batch.id)
@@ -296,7 +296,7 @@ async def test_a_batch_whose_input_is_deleted_fails_and_keeps_finished_results(
     await cluster.scheduler.until(lambda: len(cluster.scheduler.requests) == 8)
     await client.files.delete(batch.input_file_id)
     done: set[str] = set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while batch.status not in ("completed", "failed"):
             for request_id in set(cluster.scheduler.requests) - done:
                 done.add(request_id)

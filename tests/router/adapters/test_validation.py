@@ -219,7 +219,7 @@ async def test_batches(router: RouterPart, answer: Answer) -> None:
         batch = await client.batches.create(
             input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
         )
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while batch.output_file_id is None:
                 await asyncio.sleep(0.05)  # the API has no way to wait
                 batch = await client.batches.retrieve(batch.id)
