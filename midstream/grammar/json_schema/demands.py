@@ -52,6 +52,8 @@ def demands(document: Document, whole: Conjunction) -> Demands:
         found.types = _common_types(found.types, _types_of(schema))
         if found.values is None and ("const" in schema or "enum" in schema):
             found.values = [schema["const"]] if "const" in schema else list_of(schema, "enum")
+        if schema.keys() <= _SIMPLE:
+            continue
         found.excluded += schema.get(EXCLUDED, [])
         found.excluded_patterns += schema.get(EXCLUDED_PATTERNS, [])
         found.is_fractional = found.is_fractional or FRACTIONAL in schema
@@ -69,7 +71,7 @@ def demands(document: Document, whole: Conjunction) -> Demands:
         is_free = not (found.excluded or found.excluded_patterns or found.is_fractional)
         is_listed_once = sum(("enum" in schema) + ("const" in schema) for schema in whole.schemas) == 1
         is_simple = is_free and is_listed_once and all(schema.keys() <= _SIMPLE for schema in whole.schemas)
-        if is_simple and all(type(value) is str for value in found.values):
+        if is_simple and set(map(type, found.values)) <= {str}:
             found.values = found.values if "string" in found.types else []
             return found
         is_allowed = partial(_has_type, found.types) if is_simple else partial(_is_allowed, document, whole, found)

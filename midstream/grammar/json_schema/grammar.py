@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+_PLAIN = re.compile(r"[A-Za-z0-9 _.,:;{}\[\]-]*")  # most texts
 # More rules and terminals than these would take the library too long.
 MAX_RULES = 30_000
 
@@ -44,8 +47,10 @@ NOTHING = Terminal("")
 
 def text(value: str) -> Terminal:
     """Return the terminal of one text."""
+    if _PLAIN.fullmatch(value):
+        return Terminal(f'"{value}"')
     # The library does not accept the control character DEL in a literal.
-    return Terminal(json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f"))
+    return Terminal(_encode(value).replace("\x7f", "\\u007f"))
 
 
 def expression(value: str) -> str:

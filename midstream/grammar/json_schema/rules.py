@@ -204,10 +204,10 @@ def _common_multiple(one: Decimal, other: Decimal) -> Decimal:
 
 def _listed(values: Items[Any], style: Style) -> Terminal:
     """Return the terminal of listed values, each in one spelling."""
-    if all(type(value) is str for value in values) and _QUICK.fullmatch("".join(values)):
+    if set(map(type, values)) <= {str} and _QUICK.fullmatch("".join(values)):
         # The shorter the expression, the faster the library parses it.
         start = commonprefix(values)  # noqa: RUF071 (of characters)
-        rest = "|".join(dict.fromkeys(value[len(start) :] for value in values))
+        rest = "|".join(dict.fromkeys([value[len(start) :] for value in values]))
         return Terminal(expression(f'"{start}({rest})"'))
     spellings = dict.fromkeys(spelled(value, style) for value in values)
     return Terminal(expression("(" + "|".join(map(_plain, spellings)) + ")"))
