@@ -106,7 +106,7 @@ class ToolFormat:
 
     Attributes:
         marks: Markers that begin and end calls; if they are special tokens, the text must keep special tokens.
-        ends_reasoning: Markers that never occur within reasoning, so that each of them ends it.
+        ends_reasoning: How calls begin that the model writes without closing its reasoning first.
         make_id: Makes a call's id in the form that the template expects, from a 16-byte digest, the tool's name and the
             index of the call.
         grammar: Returns the grammar of calls that follow a schema, given the model's template; None if there is none.
@@ -120,11 +120,13 @@ class ToolFormat:
 
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    "hermes": ToolFormat(hermes.script, (hermes.OPENING, hermes.CLOSING), grammar=_hermes),
+    "hermes": ToolFormat(hermes.script, (hermes.OPENING, hermes.CLOSING), hermes.BEGINS, grammar=_hermes),
     "llama3_json": ToolFormat(llama.script, (llama.TAG,), grammar=_llama),
     "pythonic": ToolFormat(pythonic.script, (pythonic.START, pythonic.END), grammar=_pythonic),
     "mistral": ToolFormat(mistral.script, (mistral.MARK, mistral.CALL_ID, mistral.ARGS), (), _short_id, _mistral),
-    "qwen3_coder": ToolFormat(qwen_coder.script, (hermes.OPENING, hermes.CLOSING), grammar=_qwen_coder),
+    "qwen3_coder": ToolFormat(
+        qwen_coder.script, (hermes.OPENING, hermes.CLOSING), qwen_coder.BEGINS, grammar=_qwen_coder
+    ),
     "deepseek_v3": ToolFormat(
         deepseek.script,
         (deepseek.BEGIN, deepseek.END, deepseek.CALL, deepseek.SEPARATOR, deepseek.CALL_END),

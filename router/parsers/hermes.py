@@ -6,6 +6,7 @@ from router.parsers.json_calls import read_calls
 from router.parsers.machine import Machine, Steps
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
+BEGINS = f"{OPENING}\n{{", f"{OPENING}{{"
 
 
 def script(machine: Machine) -> Steps[None]:

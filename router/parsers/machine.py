@@ -76,6 +76,7 @@ class Machine:
         self._is_ended = False
         self._has_finished = False
         self._space = ""  # white space that was trimmed from the answer before the last marker
+        self._late = ""  # a marker that is left out of the answer once
         self._num_calls = 0
         self._events: list[Event] = []
         self._script = script(self)
@@ -155,7 +156,17 @@ class Machine:
 
     def text_until(self, *markers: str) -> Steps[str | None]:
         """Emit text of the answer up to the first of `markers`; see `copy_until`."""
+        while self._late:
+            found = yield from self.copy_until(self.text, *markers, self._late)
+            if found != self._late:
+                return found
+            self._late = ""
+            yield from self.take_space()
         return (yield from self.copy_until(self.text, *markers))
+
+    def leave_out(self, marker: str) -> None:
+        """Leave the next `marker` between calls out of the answer, with the white space around it."""
+        self._late = marker
 
     def copy_until(self, emit: Callable[[str], None], *markers: str, keeps_space: bool = False) -> Steps[str | None]:
         """Emit text up to the first of `markers`, which is consumed and returned; None at the end.

@@ -13,6 +13,7 @@ from router.parsers.tagged_values import arguments_of
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _FUNCTION, _END = "<function=", "</function>"
+BEGINS = f"{_OPENING}\n{_FUNCTION}", f"{_OPENING}{_FUNCTION}"
 _PARAMETER_BEGIN, _PARAMETER_END = "<parameter=", "</parameter>"
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 

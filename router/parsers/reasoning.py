@@ -37,8 +37,8 @@ def plain(machine: Machine) -> Steps[None]:
 
 
 def after_thinking(tags: ThinkTags, answer: Script, call_marks: tuple[str, ...]) -> Script:
-    """Parse reasoning, then the answer with `answer`. A marker in `call_marks` also ends the reasoning, without a
-    closing tag.
+    """Parse reasoning, then the answer with `answer`. A marker in `call_marks` also ends the reasoning; a closing tag
+    that follows later is left out.
     """
 
     def script(machine: Machine) -> Steps[None]:
@@ -51,6 +51,7 @@ def after_thinking(tags: ThinkTags, answer: Script, call_marks: tuple[str, ...])
                 yield from machine.take_space()
             elif mark:
                 machine.unread(mark)
+                machine.leave_out(tags.closing)
         else:
             machine.unread(space)
         yield from answer(machine)
