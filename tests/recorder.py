@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from deploy.release.compatibility import record_tests
+from tests.integration import postgres
 
 ROOT = Path(__file__).parents[1]
 # The tests that run PostgreSQL.
@@ -36,8 +35,8 @@ class Recorder:
             self._passed.append(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        postgres = any(test.startswith(_POSTGRES) for test in self._passed)
-        versions = versions_here(has_postgres=postgres) | {"tests": ", ".join(self._names)}
+        has_postgres = any(test.startswith(_POSTGRES) for test in self._passed)
+        versions = versions_here(has_postgres=has_postgres) | {"tests": ", ".join(self._names)}
         record_tests(versions, num_passed=len(self._passed), num_failed=self._num_failed)
 
 
@@ -50,12 +49,6 @@ def versions_here(*, has_postgres: bool) -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": torch_version,
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
-        "postgres": _postgres_version() if has_postgres else None,
+        "postgres": postgres.version() if has_postgres else None,
         "machine": platform.machine(),
     }
-
-
-def _postgres_version() -> str:
-    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
-    program = str(programs[-1]) if programs else shutil.which("postgres") or "postgres"
-    return subprocess.run([program, "--version"], check=True, capture_output=True, text=True).stdout.split()[2]

@@ -413,6 +413,7 @@ class TorchDecoder:
             k_norm=self._placed(weights.k_norm),
             sinks=None if weights.sinks is None else weights.sinks.float().to(self._device),
             unit=self._place(torch.ones(d.head_dim)) if d.has_unit_qk_norm else None,
+            kv_rounding=weights.kv_rounding,
         )
 
     def _latent_attention(self, weights: LayerWeights) -> LatentAttention:

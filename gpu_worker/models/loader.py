@@ -54,6 +54,7 @@ class LoadedModel:
         takes_host_inputs: Whether the decoder reads a step's inputs on the host, as the CPU kernels do.
         divided: The shard that this rank holds; None for the whole model.
         adapter_bytes: Size in bytes of the memory for LoRA adapters on the device.
+        rounds_kv: Whether keys and values are rounded as the checkpoint says before they are stored.
         threads: Threads of the CPU kernels for sampling; None if PyTorch samples.
     """
 
@@ -67,6 +68,7 @@ class LoadedModel:
     takes_lora: bool = True
     divided: Shard | None = None
     adapter_bytes: int = 0
+    rounds_kv: bool = False
     threads: ThreadPool | None = None
 
     @property
@@ -119,7 +121,7 @@ def load_beside(config: WorkerConfig, folder: ModelFolder, communicator: RankCom
         return _load_fallback(config, folder, device, dtype, communicator, error)
     if description is None:
         return _load_fallback(config, folder, device, dtype, communicator)
-    weights = DecoderWeights(folder, description, config.weights)
+    weights = DecoderWeights(folder, description, config.weights, rounds_kv=config.kv == "auto")
     shard = shard_of(description, ranks, expert_parallel=config.expert_parallel)
     library = _cpu_library(config, description, ranks) if device.type == "cpu" else None
     kv_dtype = _kv_dtype(config, device, dtype) if library is None else _KV_DTYPES.get(config.kv, torch.int16)
@@ -159,6 +161,7 @@ def load_beside(config: WorkerConfig, folder: ModelFolder, communicator: RankCom
         takes_host_inputs=library is not None,
         divided=divided,
         adapter_bytes=adapter_bytes,
+        rounds_kv=weights.rounds_kv,
         threads=threads,
     )
 

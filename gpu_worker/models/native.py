@@ -142,6 +142,7 @@ class CpuDecoder:
                 window=self._description.windows[i],
                 chunk=self._description.chunks[i],
                 table=self._tables[i],
+                kv_rounding=layer.weights.kv_rounding,
             )
             for i, layer in enumerate(self._layers)
         ]

@@ -17,6 +17,7 @@ from kernels.cpu.linear import GGUF_BLOCK_BYTES, PackedLinear, WeightFormat
 from kernels.cpu.lora import PackedLora, adapter_pointers
 from kernels.cpu.sampling import Draws, pointer_to
 from kernels.cpu.threads import StepThreads, ThreadPool
+from kernels.kv_rounding import KvRounding
 
 MAX_HEAD_DIM = 256
 MAX_EXPERTS = 1024
@@ -73,6 +74,7 @@ class DecoderLayer:
     with stored_head_dim in place of D: for each block and head first the elements, then block_size float32 scales.
     window is the number of keys that a query sees, including its own; it sees none before the last multiple of chunk.
     table is the index of the layer's table of rotary angles; None means that the layer has no rotary embedding.
+    kv_rounding rounds keys and values before they are stored.
     """
 
     qkv: PackedLinear
@@ -92,6 +94,7 @@ class DecoderLayer:
     mixture: PackedMixture | None = None
     chunk: int | None = None
     table: int | None = 0
+    kv_rounding: KvRounding | None = None
 
 
 class Embedding:
@@ -404,7 +407,7 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _layer_struct(layer: DecoderLayer, mixture: tuple[MixtureStruct, object] | None) -> LayerStruct:
-    none = LinearStruct()
+    none, rounding = LinearStruct(), layer.kv_rounding
     return LayerStruct(
         qkv=layer.qkv.struct,
         o=layer.o.struct,
@@ -423,6 +426,9 @@ def _layer_struct(layer: DecoderLayer, mixture: tuple[MixtureStruct, object] | N
         window=layer.window or 0,
         chunk=layer.chunk or 0,
         table=-1 if layer.table is None else layer.table,
+        rounding=0 if rounding is None else 2 if rounding.is_integer else 1,
+        key_scale=0.0 if rounding is None else rounding.key_scale,
+        value_scale=0.0 if rounding is None else rounding.value_scale,
     )
 
 

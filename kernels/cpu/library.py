@@ -43,7 +43,9 @@ class LayerStruct(ctypes.Structure):
         *((name, LinearStruct) for name in ("qkv", "o", "gate_up", "down")),
         *((name, c_void_p) for name in ("attention_norm", "ffn_norm", "attention_output_norm", "ffn_output_norm")),
         *((name, c_void_p) for name in ("q_norm", "k_norm", "sinks", "mixture", "k_cache", "v_cache")),
-        *((name, c_int32) for name in ("window", "chunk", "table")),
+        *((name, c_int32) for name in ("window", "chunk", "table", "rounding")),
+        ("key_scale", c_float),
+        ("value_scale", c_float),
     ]
 
 

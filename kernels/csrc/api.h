@@ -57,6 +57,9 @@ struct MidstreamLayer {
   int32_t window;  // number of keys to which a query attends, including its own; 0: all
   int32_t chunk;   // a query does not attend to keys before the last multiple of this position; 0: no chunks
   int32_t table;   // index of the table of rotary angles; -1: no rotary embedding
+  // Keys and values are rounded to multiples of their scale by: 0: nothing; 1: float8 e4m3; 2: int8.
+  int32_t rounding;
+  float key_scale, value_scale;
 };
 
 struct MidstreamDims {

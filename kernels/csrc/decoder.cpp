@@ -362,8 +362,12 @@ void MidstreamDecoder::rotate_and_store(const MidstreamLayer& layer, const Midst
   }
   if (!rotates && dims_.query_scales)
     for (int d = 0; d < q_width; ++d) row[d] *= dims_.query_scales[position];
-  const float* k = row + dims_.num_heads * dim;
-  const float* v = row + num_rotated * dim;
+  float* k = row + dims_.num_heads * dim;
+  float* v = row + num_rotated * dim;
+  if (layer.rounding) {
+    round_row(k, dims_.num_kv_heads * dim, layer.rounding, layer.key_scale);
+    round_row(v, dims_.num_kv_heads * dim, layer.rounding, layer.value_scale);
+  }
   with_element(dims_.cache_format,
                [&](auto element) { store_cache<decltype(element)>(layer, batch.slot_mapping[token], k, v); });
 }

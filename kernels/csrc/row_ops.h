@@ -48,6 +48,27 @@ inline void layer_norm_row(const float* x, const float* weight, int width, float
   for (int i = 0; i < width; ++i) out[i] = (x[i] - mean) * inverse * weight[i];
 }
 
+// Rounds to the nearest multiple of `scale` by a float8 (e4m3), or by an int8 if kind is 2.
+inline void round_row(float* x, int width, int kind, float scale) {
+  for (int i = 0; i < width; ++i) {
+    float step = x[i] / scale;
+    if (kind == 2) {
+      step = std::nearbyint(std::clamp(step, -128.0f, 127.0f));
+    } else {
+      step = std::clamp(step, -448.0f, 448.0f);
+      // Below 2^-6 the distance between values is 2^-9; above it, values have three bits of mantissa.
+      if (std::fabs(step) < 0x1p-6f) {
+        step = std::nearbyint(step * 0x1p9f) * 0x1p-9f;
+      } else {
+        uint32_t bits = std::bit_cast<uint32_t>(step);
+        bits += 0x7FFFF + (bits >> 20 & 1);
+        step = std::bit_cast<float>(bits & ~0xFFFFFu);
+      }
+    }
+    x[i] = step * scale;
+  }
+}
+
 // Divides x by its root mean square, in place.
 inline void unit_row(float* x, int width, float eps) {
   float sum = 0;

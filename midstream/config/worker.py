@@ -32,8 +32,9 @@ class WorkerConfig(ServiceConfig):
     )
     kv: str = setting(
         "auto",
-        "KV cache storage; auto: int16 with a scale for each token and head on CPU kernels, else the compute type. "
-        "On a GPU, int8 and f8 (float8 e4m3) have the same kind of scales.",
+        "KV cache storage; auto: int16 with a scale for each token and head on CPU kernels, else the compute type, "
+        "after rounding by the checkpoint's scales of a KV cache, if it has them. On a GPU, int8 and f8 (float8 e4m3) "
+        "have the same kind of scales.",
         choices=("auto", "f32", "bf16", "int16", "int8", "f8"),
     )
     activations: str = setting(

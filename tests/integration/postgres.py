@@ -1,4 +1,7 @@
-"""A private PostgreSQL server in a temporary folder, on a free port, and PgBouncer in front of it."""
+"""A private PostgreSQL server in a temporary folder, on a free port, and PgBouncer in front of it.
+
+The server is that in TEST_POSTGRES_BIN, if this is set, otherwise the newest that is installed.
+"""
 
 from __future__ import annotations
 
@@ -136,8 +139,15 @@ def is_installed() -> bool:
     return shutil.which(_program("initdb")) is not None
 
 
+def version() -> str:
+    """Return the server's version."""
+    shown = subprocess.run([_program("postgres"), "--version"], check=True, capture_output=True, text=True).stdout
+    return shown.split()[2]
+
+
 def _program(name: str) -> str:
-    places = [*sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True), os.environ["PATH"], "/usr/sbin"]
+    own = os.environ.get("TEST_POSTGRES_BIN", "")
+    places = [own, *sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True), os.environ["PATH"], "/usr/sbin"]
     return shutil.which(name, path=os.pathsep.join(map(str, places))) or name
 
 

@@ -12,6 +12,7 @@ from gpu_worker.models.description import DecoderDescription
 from gpu_worker.models.layers.linear import AddLora, Linear, with_lora
 from gpu_worker.parallel.tensor_ranks import TensorRanks
 from kernels import KvScales, recurrence
+from kernels.kv_rounding import KvRounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class Attention:
 
     Attributes:
         unit: Ones [head_dim] if rotated queries and keys are scaled to unit root mean square.
+        kv_rounding: How keys and values are rounded before they are stored; None if they are not.
     """
 
     description: DecoderDescription
@@ -103,6 +105,7 @@ class Attention:
     k_norm: Tensor | None
     sinks: Tensor | None
     unit: Tensor | None
+    kv_rounding: KvRounding | None = None
 
     def __call__(
         self,
@@ -142,16 +145,18 @@ class Attention:
     ) -> Tensor:
         """Store keys and values, and return the queries to attend with. All inputs are split into heads."""
         d, norms = self.description, (None, None) if self.description.qk_norm == "row" else (self.q_norm, self.k_norm)
-        if angles is not None and self.unit is None:
+        if angles is not None and self.unit is None and self.kv_rounding is None:
             return tokens.rotate_and_store(q, k, v, angles, norms, d.norm_eps)
         if norms[0] is not None and norms[1] is not None:
             q, k = kernels.rms_norm(q, norms[0], d.norm_eps), kernels.rms_norm(k, norms[1], d.norm_eps)
         if angles is not None:
-            assert self.unit is not None
             q, k = angles.turn(q, k)
+        if angles is not None and self.unit is not None:
             q, k = kernels.rms_norm(q, self.unit, d.norm_eps), kernels.rms_norm(k, self.unit, d.norm_eps)
         elif query_scale is not None:
             q = (q * query_scale[:, None, None]).to(q.dtype)
+        if self.kv_rounding is not None:
+            k, v = self.kv_rounding.keys(k), self.kv_rounding.values(v)
         kernels.store_kv(k, v, tokens.keys, tokens.values, tokens.slot_mapping, scales=tokens.scales)
         return q
 

@@ -25,7 +25,8 @@ from gpu_worker.models.weights.layer_weights import (
 )
 from gpu_worker.models.weights.quantized import read_scheme
 from gpu_worker.models.weights.weight import Weight, WeightFormat, stack
-from midstream.errors import ConfigError
+from kernels.kv_rounding import KvRounding
+from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import ModelFolder
 
 logger = logging.getLogger(__name__)
@@ -37,11 +38,14 @@ _PERMUTED = frozenset({"llama", "mixtral", "granite", "granitemoeshared", "smoll
 class DecoderWeights:
     """The weights of `folder`, read on demand."""
 
-    def __init__(self, folder: ModelFolder, description: DecoderDescription, weights: str) -> None:
+    def __init__(
+        self, folder: ModelFolder, description: DecoderDescription, weights: str, *, rounds_kv: bool = True
+    ) -> None:
         """Open the files.
 
         Args:
             weights: Storage format of matrices: f32, bf16, int8, q4, or auto for the format of the file.
+            rounds_kv: Whether to read the scales of a quantized KV cache, if the file has them.
 
         Raises:
             ConfigError: A file is damaged.
@@ -51,6 +55,7 @@ class DecoderWeights:
         self._num_labels, self._has_head = folder.num_labels, folder.has_head
         self._target: dict[str, WeightFormat] = {"f32": "f32", "bf16": "bf16", "int8": "int8", "q4": "q4"}
         self._weights = weights
+        self._rounds_kv = rounds_kv
         self._names = _names_in(folder, description)
         first = self._names.prefixes[0]
         # A tied matrix may be stored only as the head, so the embedding may be missing.
@@ -175,7 +180,37 @@ class DecoderWeights:
             latent=self._latent(prefix) if d.latent and has_attention else None,
             mixture=self._mixture(prefix, mixture) if mixture else None,
             recurrent=None if recurrent is None else self._recurrent(prefix + names.recurrent_prefix, recurrent),
+            kv_rounding=self._kv_rounding(i),
         )
+
+    @property
+    def rounds_kv(self) -> bool:
+        """Whether the keys and values of any layer are rounded before they are stored."""
+        return any(self._kv_rounding(i) is not None for i in range(self._description.num_layers))
+
+    def _kv_rounding(self, i: int) -> KvRounding | None:
+        """Return how the checkpoint's own quantized cache rounds keys and values; None if it has no scales for one."""
+        if not self._rounds_kv or self._description.latent or not self._description.has_attention(i):
+            return None
+        module = self._names.layer.format(i) + self._names.qkv[0].rpartition(".")[0]
+        # compressed-tensors has them beside the projections, ModelOpt within.
+        key, value = (
+            next(filter(self._has, (f"{module}.{part}_scale", f"{module}.{part}_proj.{part}_scale")), None)
+            for part in "kv"
+        )
+        if key is None and value is None:
+            return None
+        if key is None or value is None:
+            raise ConfigError(
+                f"the weights have {key or value}, but not the other scale of the KV cache", field="model"
+            )
+        scales = [self._file.vector(self._in_file(name)) for name in (key, value)]
+        if any(scale.numel() != 1 or scale <= 0 for scale in scales):
+            raise UnsupportedError(
+                f"{key} and {value} must each be one positive number; any other choice than auto ignores them",
+                field="kv",
+            )
+        return KvRounding(float(scales[0]), float(scales[1]), self._file.has_integer_kv)
 
     def _recurrent(self, prefix: str, kind: Recurrent) -> RecurrentWeights:
         d = self._description

@@ -52,6 +52,10 @@ class WeightFile(Protocol):
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of floats with its type in the file; bfloat16 if it is stored in blocks."""
 
+    @property
+    def has_integer_kv(self) -> bool:
+        """Whether the scales of a KV cache, if there are any, are those of integers."""
+
 
 class SafetensorsFiles:
     """The tensors of one safetensors file or of several shards."""
@@ -106,6 +110,10 @@ class SafetensorsFiles:
         """Return a tensor with its type in the file."""
         return self._raw(name)
 
+    @property
+    def has_integer_kv(self) -> bool:
+        return self._scheme is not None and bool(self._scheme.settings.get("has_integer_kv"))
+
     def _module(self, name: str) -> Module:
         return Module(name.removesuffix(".weight"), self._owners.__contains__, self._raw)
 
@@ -126,6 +134,8 @@ class GgufFile:
     """The tensors of a GGUF file or of its parts; block formats that the kernels support are kept, others become
     floats.
     """
+
+    has_integer_kv = False
 
     def __init__(
         self, paths: Sequence[Path], names: Names, permuted_heads: tuple[int, int] | None, norm_offset: float = 0.0

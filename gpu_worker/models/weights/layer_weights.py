@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kernels.kv_rounding import KvRounding
+
 if TYPE_CHECKING:
     # Imported only for type checks: it needs the packages that read weight files; code that creates models in other
     # ways does not.
@@ -101,3 +103,4 @@ class LayerWeights:
     latent: LatentWeights | None = None
     mixture: MixtureWeights | None = None
     recurrent: RecurrentWeights | None = None
+    kv_rounding: KvRounding | None = None

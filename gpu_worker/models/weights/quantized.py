@@ -150,7 +150,10 @@ def _compressed(place: str, settings: Mapping[str, Any]) -> dict[str, Any]:
             sizes.append(weights["group_size"])
         if weights.get("block_structure"):
             found["block"] = [int(size) for size in weights["block_structure"]]
-    return {**found, "group_sizes": _group_sizes(place, sizes)}
+    cache = settings.get("kv_cache_scheme") or {}
+    if cache.get("num_bits", 8) != 8:
+        _refuse(f"{place} has a kv_cache_scheme of {cache['num_bits']} bits; supported are 8")
+    return {**found, "group_sizes": _group_sizes(place, sizes), "has_integer_kv": cache.get("type") == "int"}
 
 
 def _group_sizes(place: str, sizes: Iterable[int]) -> list[int]:
