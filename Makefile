@@ -23,7 +23,8 @@ demo-kill: $(VENV)/.services
 test:
 	@$(MAKE) -s -j2 $(VENV)/.ready $(PROTO_BIN)/protoc-gen-mypy_grpc test-kernels
 	@log=$$(mktemp); $(MAKE) -s check-others > $$log 2>&1 & check=$$!; \
-		PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --numprocesses $$(($$(nproc) * 2)) --dist loadscope --no-loadscope-reorder $(ARGS); \
+		PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --durations=50 --numprocesses $$(($$(nproc) * 2)) --dist loadscope \
+			--no-loadscope-reorder $(ARGS); \
 		status=$$?; wait $$check || { cat $$log; status=1; }; rm $$log; exit $$status
 
 # A failure is ignored here: without a compiler, the tests of these kernels report it.
