@@ -7,9 +7,9 @@ Ties between candidates are broken by the rank of their beam and then by token i
 Scores and the end of the search are defined as in transformers and TensorRT-LLM: of the `width` best candidates, the
 ones that end their beam are added to the ended beams, with their scores, and the best `width` ended beams are kept.
 
-A diversity rate, which only TensorRT-LLM has, is used as in its kernel (beamSearchKernelsTemplate.h): the rate times the
-rank of a beam is added to the scores of its candidates, including the score of a candidate that ends its beam, and the
-best candidate of the last step, whether it ends or not, decides whether the search is over. The last step is like the
+A diversity rate, which only TensorRT-LLM has, is used as in its kernel (beamSearchKernelsTemplate.h): the rate times
+the rank of a beam is added to the scores of its candidates, including the score of a candidate that ends its beam, and
+the best candidate of a step, whether it ends or not, decides whether the search is over. The last step is like the
 others; then the running beams end with their scores, without the rate, unless the search was over.
 
 The common prefix of all beams that may still become the best one is *decided*: whatever happens later, the best output

@@ -60,13 +60,11 @@ def _search(
                 going.append((tokens, total))
         running = going[:width]
         ended = _best(ended, width)
-        if not running:
+        assumed = limit if stopping > 1 and penalty > 0 else length
+        attainable = -found[0][0] if rate or not running else running[0][1]
+        is_full = len(ended) == width
+        if not running or (is_full and (stopping == 1 or attainable / assumed**penalty <= ended[-1][1])):
             return ended
-        if len(ended) == width:
-            assumed = limit if stopping > 1 and penalty > 0 else length
-            attainable = -found[0][0] if rate else running[0][1]
-            if stopping == 1 or attainable / assumed**penalty <= ended[-1][1]:
-                return ended
         if length == limit:
             return _best([*ended, *((tokens, total / length**penalty) for tokens, total in running)], width)
 
