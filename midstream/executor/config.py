@@ -95,8 +95,9 @@ class KvCacheConfig:
         free_gpu_memory_fraction: Fraction, 0 to 1, of the memory left after loading.
         host_cache_size: Bytes of a second tier in host memory for full blocks evicted from the pool.
         tokens_per_block: Number of tokens in a block, which TensorRT-LLM takes from the engine.
-        onboard_blocks, secondary_offload_min_priority, event_buffer_max_size, enable_partial_reuse,
-            copy_on_partial_reuse, use_uvm, attention_dp_events_gather_period_ms: Without effect.
+        event_buffer_max_size: Number of events that are kept for `Executor.get_kv_cache_event_manager`; 0 means none.
+        onboard_blocks, secondary_offload_min_priority, enable_partial_reuse, copy_on_partial_reuse, use_uvm,
+            attention_dp_events_gather_period_ms: Without effect.
     """
 
     enable_block_reuse: bool = True
@@ -418,7 +419,9 @@ class DebugConfig:
 
 @dataclass(slots=True)
 class CacheTransceiverConfig:
-    """How KV blocks move between executors; disaggregated serving is not supported."""
+    """How KV blocks move between executors; without effect, since they do not: an executor that continues a request
+    computes its prompt again, unless its service has it in its cache.
+    """
 
     backend: CacheTransceiverBackendType | None = None
     max_tokens_in_buffer: int | None = None
@@ -428,7 +431,6 @@ class CacheTransceiverConfig:
 # Parts that request what the service lacks, with what to do instead.
 _UNSUPPORTED = {
     "debug_config": "use additional_model_outputs",
-    "cache_transceiver_config": "disaggregated serving is not supported; leave it out",
 }
 
 
@@ -444,7 +446,7 @@ class ExecutorConfig:
         enable_trt_overlap: Whether to keep two steps in flight, which is the service's default.
         normalize_log_probs, use_gpu_direct_storage, extended_runtime_perf_knob_config, recv_poll_period_ms,
             max_seq_idle_microseconds, spec_dec_config, gather_generation_logits, mm_embedding_offloading,
-            fail_fast_on_attention_window_too_large, backend: Without effect.
+            fail_fast_on_attention_window_too_large, cache_transceiver_config, backend: Without effect.
         speculative_config: Speculative decoding for requests that do not configure it.
         speculative_model_dir: The workers' draft model, for DraftTargetDecodingConfig.
         settings: Other settings of the services by name, such as `{"num_threads": 1}`.
