@@ -13,7 +13,6 @@ from midstream.config import KNOWN_SETTINGS
 from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
 from midstream.executor import (
     BatchingType,
-    CacheTransceiverConfig,
     CapacitySchedulerPolicy,
     CommunicationMode,
     CommunicationType,
@@ -114,7 +113,6 @@ def test_every_section_is_a_setting_of_a_service() -> None:
         (ExecutorConfig(peft_cache_config=PeftCacheConfig(lora_prefetch_dir="/loras")), UnsupportedError),
         (ExecutorConfig(gpu_weights_percent=0.5), UnsupportedError),
         (ExecutorConfig(debug_config=DebugConfig()), UnsupportedError),
-        (ExecutorConfig(cache_transceiver_config=CacheTransceiverConfig()), UnsupportedError),
         (
             ExecutorConfig(
                 scheduler_config=SchedulerConfig(context_chunking_policy=ContextChunkingPolicy.EQUAL_PROGRESS)
