@@ -134,10 +134,10 @@ class KvCacheConfig:
 
         Raises:
             InvalidArgumentError: Sink tokens are set without a window, or the fraction is out of range.
-            UnsupportedError: Layers have different windows, or a setting is for encoder-decoder models.
+            UnsupportedError: A setting is for encoder-decoder models.
         """
-        window, fraction = self._window(), self.free_gpu_memory_fraction
-        if self.sink_token_length and not window:
+        windows, fraction = list(self.max_attention_window or ()), self.free_gpu_memory_fraction
+        if self.sink_token_length and not windows:
             raise InvalidArgumentError("requires max_attention_window", field="kv_cache_config.sink_token_length")
         if fraction is not None and not 0 < fraction < 1:
             raise InvalidArgumentError(
@@ -152,21 +152,13 @@ class KvCacheConfig:
         return {
             "enable_block_reuse": self.enable_block_reuse,
             "max_kv_tokens": self.max_tokens,
-            "max_attention_window": window,
+            "max_attention_window": max(windows, default=None),
+            "layer_attention_windows": ",".join(map(str, windows)) if len(set(windows)) > 1 else None,
             "sink_token_length": self.sink_token_length,
             "free_memory_fraction": fraction,
             "host_kv_bytes": self.host_cache_size,
             "tokens_per_block": self.tokens_per_block,
         }
-
-    def _window(self) -> int | None:
-        windows = set(self.max_attention_window or ())
-        if len(windows) > 1:
-            raise UnsupportedError(
-                "all layers have one window, or that of the model if it is smaller; give one number",
-                field="kv_cache_config.max_attention_window",
-            )
-        return windows.pop() if windows else None
 
 
 @dataclass(slots=True)

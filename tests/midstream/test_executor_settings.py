@@ -42,6 +42,17 @@ from midstream.executor.engine_folder import check_vocabulary, one_tokenizer, wi
 from midstream.executor.stats import sum_up
 
 
+def test_windows_of_layers() -> None:
+    def settings(windows: list[int]) -> list[str | None]:
+        found = ExecutorConfig(kv_cache_config=KvCacheConfig(max_attention_window=windows)).environment()
+        names = ("MAX_ATTENTION_WINDOW", "LAYER_ATTENTION_WINDOWS")
+        return [found.get(f"MIDSTREAM_{name}") for name in names]
+
+    assert settings([64, 64]) == ["64", None]
+    assert settings([32, 64, 48]) == ["64", "32,64,48"]
+    assert settings([]) == [None, None]
+
+
 def test_every_section_is_a_setting_of_a_service() -> None:
     config = ExecutorConfig(
         max_beam_width=20,
@@ -108,7 +119,6 @@ def test_every_section_is_a_setting_of_a_service() -> None:
             ExecutorConfig(logits_post_processor_config=LogitsPostProcessorConfig(processor_map={"a": "m"})),
             InvalidArgumentError,
         ),
-        (ExecutorConfig(kv_cache_config=KvCacheConfig(max_attention_window=[32, 64])), UnsupportedError),
         (ExecutorConfig(kv_cache_config=KvCacheConfig(cross_kv_cache_fraction=0.5)), UnsupportedError),
         (ExecutorConfig(peft_cache_config=PeftCacheConfig(lora_prefetch_dir="/loras")), UnsupportedError),
         (ExecutorConfig(gpu_weights_percent=0.5), UnsupportedError),
