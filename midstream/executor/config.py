@@ -90,7 +90,8 @@ class KvCacheConfig:
     Attributes:
         enable_block_reuse: Whether requests share the blocks of common prefixes.
         max_tokens: Maximum number of tokens in the pool; the smaller of this limit and the memory fraction applies.
-        max_attention_window: Numbers of tokens that the layers' attention can see, repeated for all layers.
+        max_attention_window: Numbers of tokens that the layers' attention can see, repeated for all layers; or one
+            number, as in release 0.10.
         sink_token_length: Number of tokens of the window that are always the first ones; requires a window.
         free_gpu_memory_fraction: Fraction, 0 to 1, of the memory left after loading.
         host_cache_size: Bytes of a second tier in host memory for full blocks evicted from the pool.
@@ -102,7 +103,7 @@ class KvCacheConfig:
 
     enable_block_reuse: bool = True
     max_tokens: int | None = None
-    max_attention_window: Sequence[int] | None = None
+    max_attention_window: Sequence[int] | int | None = None
     sink_token_length: int | None = None
     free_gpu_memory_fraction: float | None = None
     host_cache_size: int | None = None
@@ -129,6 +130,12 @@ class KvCacheConfig:
         if self.sink_token_length is None:
             self.sink_token_length = runtime_defaults.sink_token_length
 
+    @property
+    def windows(self) -> list[int]:
+        """The attention windows of the layers, repeated for all layers; empty for the model's own."""
+        windows = self.max_attention_window or ()
+        return [windows] if isinstance(windows, int) else list(windows)
+
     def settings(self) -> dict[str, object]:
         """Return the services' settings.
 
@@ -136,7 +143,7 @@ class KvCacheConfig:
             InvalidArgumentError: Sink tokens are set without a window, or the fraction is out of range.
             UnsupportedError: A setting is for encoder-decoder models.
         """
-        windows, fraction = list(self.max_attention_window or ()), self.free_gpu_memory_fraction
+        windows, fraction = self.windows, self.free_gpu_memory_fraction
         if self.sink_token_length and not windows:
             raise InvalidArgumentError("requires max_attention_window", field="kv_cache_config.sink_token_length")
         if fraction is not None and not 0 < fraction < 1:

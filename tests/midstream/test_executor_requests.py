@@ -440,7 +440,7 @@ def test_guides() -> None:
             GuidedDecodingParams(**wrong)
     tag = GuidedDecodingParams(structural_tag={"format": {"type": "any_text"}})
     assert tag == GuidedDecodingParams(kinds.STRUCTURAL_TAG, '{"format": {"type": "any_text"}}')
-    assert tag.to_proto() == pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_STRUCTURAL_TAG, guide=tag.guide)
+    assert tag.to_proto() == pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_STRUCTURAL_TAG, guide=tag.guide or "")
 
 
 def test_tensors_of_the_batch_manager() -> None:

@@ -43,7 +43,7 @@ from midstream.executor.stats import sum_up
 
 
 def test_windows_of_layers() -> None:
-    def settings(windows: list[int]) -> list[str | None]:
+    def settings(windows: list[int] | int) -> list[str | None]:
         found = ExecutorConfig(kv_cache_config=KvCacheConfig(max_attention_window=windows)).environment()
         names = ("MAX_ATTENTION_WINDOW", "LAYER_ATTENTION_WINDOWS")
         return [found.get(f"MIDSTREAM_{name}") for name in names]
@@ -51,6 +51,7 @@ def test_windows_of_layers() -> None:
     assert settings([64, 64]) == ["64", None]
     assert settings([32, 64, 48]) == ["64", "32,64,48"]
     assert settings([]) == [None, None]
+    assert settings(64) == ["64", None]
 
 
 def test_every_section_is_a_setting_of_a_service() -> None:
