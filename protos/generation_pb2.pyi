@@ -33,6 +33,8 @@ class _GuideTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     GUIDE_TYPE_JSON_SCHEMA: _GuideType.ValueType  # 2
     GUIDE_TYPE_REGEX: _GuideType.ValueType  # 3
     GUIDE_TYPE_EBNF_GRAMMAR: _GuideType.ValueType  # 4
+    GUIDE_TYPE_STRUCTURAL_TAG: _GuideType.ValueType  # 5
+    """A structural tag of XGrammar as JSON. The router replaces it by its grammar."""
 
 class GuideType(_GuideType, metaclass=_GuideTypeEnumTypeWrapper): ...
 
@@ -41,6 +43,8 @@ GUIDE_TYPE_JSON: GuideType.ValueType  # 1
 GUIDE_TYPE_JSON_SCHEMA: GuideType.ValueType  # 2
 GUIDE_TYPE_REGEX: GuideType.ValueType  # 3
 GUIDE_TYPE_EBNF_GRAMMAR: GuideType.ValueType  # 4
+GUIDE_TYPE_STRUCTURAL_TAG: GuideType.ValueType  # 5
+"""A structural tag of XGrammar as JSON. The router replaces it by its grammar."""
 global___GuideType = GuideType
 
 class _FinishReason:

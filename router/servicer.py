@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import grpc
@@ -26,6 +26,7 @@ from router.pipeline.generation import FrontDoor, Output
 from router.pipeline.idempotency import check_no_id, key_of, make_repeatable, request_id_of
 from router.pipeline.keep_alives import KeepAlives
 from router.pipeline.request_checks import check_adapter_path, check_model
+from router.protocols.openai.structural_tags import replace_structural_tag
 from router.status import StatusFeed
 
 _T = TypeVar("_T")
@@ -42,8 +43,9 @@ _POOLING = {
 class RouterServicer(service_pb2_grpc.MidstreamServicer):
     """Implements protos/service.proto."""
 
-    def __init__(self, front: FrontDoor, status: StatusFeed, router_id: str) -> None:
-        self._front = front
+    def __init__(self, front: FrontDoor, status: StatusFeed, router_id: str, tokens: Mapping[str, int]) -> None:
+        """`tokens` are the markers of the model's format that are a single token, with the token's id."""
+        self._front, self._tokens = front, tokens
         self._embedder = Embedder(front)
         self._model = front.runner.model
         self._cells = front.runner.cells
@@ -61,6 +63,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         ):
             if is_set:
                 raise InvalidArgumentError("must not be set by clients", field=field)
+        replace_structural_tag(request, self._tokens, "guided_decoding.guide")
         key = key_of(context.invocation_metadata() or ())
         if key:
             make_repeatable(request, request_id_of(key, "Generate"))
@@ -214,12 +217,16 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         return response
 
     async def SubscribeKvEvents(
-        self, request: stats_pb2.SubscribeKvEventsRequest, context: object
+        self, request: stats_pb2.SubscribeKvEventsRequest, context: ServicerContext[Any, Any]
     ) -> AsyncIterator[stats_pb2.KvEventBatch]:
         """Stream the KV-cache events of the only cell."""
         if len(self._cells.cells) > 1:
             raise UnsupportedError("each cell numbers its own KV events; subscribe at the schedulers")
-        async for batch in self._cells.any().watch_stub.SubscribeKvEvents(request):
+        call = self._cells.any().watch_stub.SubscribeKvEvents(request)
+        # From here on, the caller receives every event.
+        await call.initial_metadata()
+        await context.send_initial_metadata(())
+        async for batch in call:
             yield batch
 
     async def GetStatus(

@@ -246,13 +246,12 @@ class ListCapacity(capacity_scheduler.CapacityScheduler):
 
     def select(self, queued: Sequence[Request], group: WorkerGroup) -> Sequence[Request]:
         """Return the queued requests that the policy reports as fitting."""
-        possible = [request for request in queued if group.is_large_enough(request)]
-        fitting, _ = self._schedule(group, possible)
-        return [request for request in fitting if request.group is None]
+        fitting, _ = self._schedule(group, _possible(queued, group))
+        return _to_start(fitting, queued)
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether enough rows and blocks are free for the request's known tokens and one more token."""
-        return has_room_now(request, group)
+        """Return whether the request has room on the group."""
+        return _has_room(request, group)
 
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
         """Return the running requests that the policy pauses."""
@@ -297,14 +296,12 @@ class ListScheduler(request_scheduler.RequestScheduler):
 
     def select(self, queued: Sequence[Request], group: WorkerGroup) -> Sequence[Request]:
         """Return the queued requests that the policy starts."""
-        possible = [request for request in queued if group.is_large_enough(request)]
-        output = self._decide(group, possible)
-        chosen = dict.fromkeys(LlmRequest.unwrap([*output.context_requests, *output.fitting_requests]))
-        return [request for request in chosen if request.group is None]
+        output = self._decide(group, _possible(queued, group))
+        return _to_start(LlmRequest.unwrap([*output.context_requests, *output.fitting_requests]), queued)
 
     def can_start(self, request: Request, group: WorkerGroup) -> bool:
-        """Return whether enough rows and blocks are free for the request's known tokens and one more token."""
-        return has_room_now(request, group)
+        """Return whether the request has room on the group."""
+        return _has_room(request, group)
 
     def requests_to_pause(self, group: WorkerGroup) -> list[Request]:
         """Return the running requests that the policy pauses."""
@@ -322,6 +319,24 @@ class ListScheduler(request_scheduler.RequestScheduler):
             return SchedulerOutput()
         running = group.inflight_request_ids
         return _asked(lambda asked: self._policy().schedule_request(asked, running), (*group.active, *queued))
+
+
+def _possible(queued: Sequence[Request], group: WorkerGroup) -> list[Request]:
+    """Return the queued requests among which a policy chooses. Those of which a part runs are active already."""
+    return [request for request in queued if request.group is None and group.is_large_enough(request)]
+
+
+def _to_start(chosen: Iterable[Request], queued: Sequence[Request]) -> list[Request]:
+    """Return the chosen requests that wait, or of which a part waits."""
+    waiting = set(queued)
+    return [request for request in dict.fromkeys(chosen) if request in waiting]
+
+
+def _has_room(request: Request, group: WorkerGroup) -> bool:
+    """Return whether enough rows and blocks are free. Later parts of a request must have room to their end, since no
+    policy is asked about their blocks.
+    """
+    return has_room_now(request, group) if request.group is None else has_room_to_the_end(request, group)
 
 
 def connect(policy: type) -> ListCapacity | ListMicroBatch | ListScheduler | None:

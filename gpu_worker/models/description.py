@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -357,18 +358,19 @@ class DecoderDescription:
 
 
 def narrowed(
-    windows: Sequence[int | None], max_attention_window: int, sink_token_length: int = 0
+    windows: Sequence[int | None], limits: Sequence[int], sink_token_length: int = 0
 ) -> tuple[int | None, ...]:
-    """Return the layers' attention windows, each limited to `max_attention_window` unless this is 0.
+    """Return the layers' attention windows, each at most its limit; `limits` are repeated for all layers, and empty for
+    none.
 
     The first `sink_token_length` tokens count as part of each window, so that many tokens fewer follow them.
 
     Raises:
         ConfigError: A layer would attend to the first tokens only.
     """
-    if not max_attention_window:
+    if not limits:
         return tuple(windows)
-    limited = [min(window or max_attention_window, max_attention_window) for window in windows]
+    limited = [min(window or limit, limit) for window, limit in zip(windows, itertools.cycle(limits), strict=False)]
     if sink_token_length >= min(limited, default=1 + sink_token_length):
         raise ConfigError(
             f"is {sink_token_length}; must be less than the smallest attention window, {min(limited)}",

@@ -174,6 +174,21 @@ def _check_sinks(config: WorkerConfig) -> None:
         raise ConfigError("has no meaning without max_attention_window; leave it out", field="sink_token_length")
 
 
+def _window_limits(config: WorkerConfig) -> tuple[int, ...]:
+    """Return the limits of the layers' attention windows, as in `narrowed`. Raises ConfigError if one is invalid."""
+    most = config.max_attention_window
+    if not config.layer_attention_windows:
+        return (most,) if most else ()
+    limits = config.layer_attention_windows.split(",")
+    for limit in limits:
+        if not limit.strip().isdecimal() or not 1 <= int(limit) <= (most or int(limit)):
+            raise ConfigError(
+                f"has {limit.strip()!r}; must be numbers from 1{f' to {most}' if most else ''}",
+                field="layer_attention_windows",
+            )
+    return tuple(map(int, limits))
+
+
 def refuse_other_heads(folder: ModelFolder) -> None:
     """Raise UnsupportedError if the outputs of the model are of a kind that is not served."""
     for name in folder.config.get("architectures") or ():
@@ -187,7 +202,7 @@ def _describe_native(config: WorkerConfig, folder: ModelFolder) -> DecoderDescri
     """
     if config.implementation == "transformers":
         return None
-    description = describe(folder.config, config.max_attention_window, config.sink_token_length)
+    description = describe(folder.config, _window_limits(config), config.sink_token_length)
     if folder.weights_format == "gguf" and not family_of(description.architecture).reads_gguf:
         raise UnsupportedError(f"a GGUF file of {description.architecture!r} is not supported", field="model")
     if folder.num_labels is not None:
@@ -229,7 +244,7 @@ def _load_from_transformers(
         raise UnsupportedError(f"a classification head is not supported for {folder.architecture!r}", field="model")
     started = time.perf_counter()
     kv_dtype = _kv_dtype(config, device, dtype)
-    limits = config.max_attention_window, config.sink_token_length
+    limits = _window_limits(config), config.sink_token_length
     decoder = TransformersDecoder(folder, dtype, device, config.weights, *limits)
     kind, took = kernels.describe(device), time.perf_counter() - started
     logger.info("loaded %s (transformers implementation) on %s with %s in %.1f s", folder.name, device, kind, took)

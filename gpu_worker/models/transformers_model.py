@@ -16,7 +16,7 @@ recurrent state next to or before attention.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -97,11 +97,11 @@ class _FirstLook:
     """A pass that records the layers' attention settings."""
 
     def __init__(
-        self, config: transformers.PretrainedConfig, max_attention_window: int, sink_token_length: int
+        self, config: transformers.PretrainedConfig, window_limits: Sequence[int], sink_token_length: int
     ) -> None:
         self.layers: dict[nn.Module, _Layer] = {}
         self._config = config
-        self._limits = max_attention_window, sink_token_length
+        self._window_limits, self._sink_token_length = window_limits, sink_token_length
         self._masks: list[tuple[Tensor, int | None]] = []
 
     def note_mask(self, mask: Tensor, mask_function: _MaskFunction) -> Tensor:
@@ -140,10 +140,14 @@ class _FirstLook:
             head_dim=head_dim,
             value_dim=v.shape[-1],
             scale=head_dim**-0.5 if scale is None else float(scale),
-            window=narrowed([window], *self._limits)[0],
+            window=narrowed([window], self._limits_of(index), self._sink_token_length)[0],
             softcap=float(options.get("softcap") or 0.0),
         )
         return q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
+
+    def _limits_of(self, index: int) -> Sequence[int]:
+        limits = self._window_limits
+        return limits and [limits[index % len(limits)]]
 
     def _is_known_mask(self, value: object) -> bool:
         return any(value is mask for mask, _ in self._masks)
@@ -212,14 +216,14 @@ class TransformersDecoder:
         dtype: torch.dtype,
         device: torch.device,
         weights: str = "auto",
-        max_attention_window: int = 0,
+        window_limits: Sequence[int] = (),
         sink_token_length: int = 0,
     ) -> None:
         """Load the model.
 
         Args:
             weights: How matrices are stored: auto (as `dtype`), f32, bf16 (rounded) or int8.
-            max_attention_window: Upper limit of the tokens that a layer attends to; 0 means the model's own limit.
+            window_limits: Upper limits of the tokens that layers attend to, as in `narrowed`.
             sink_token_length: Number of first tokens in each layer's window, which layers always attend to.
 
         Raises:
@@ -231,7 +235,7 @@ class TransformersDecoder:
         self._model.to(device)
         self._device = device
         self._takes_places = "logits_to_keep" in inspect.signature(self._model.forward).parameters
-        self._layers = self._first_look(max_attention_window, sink_token_length)
+        self._layers = self._first_look(window_limits, sink_token_length)
         self._check_tokens_and_positions()
         self._kv: KvCache | None = None
         described = _describe(self._model.config.get_text_config(), folder, list(self._layers.values()))
@@ -280,9 +284,9 @@ class TransformersDecoder:
         return last.float()
 
     @torch.inference_mode()
-    def _first_look(self, max_attention_window: int, sink_token_length: int) -> dict[nn.Module, _Layer]:
+    def _first_look(self, window_limits: Sequence[int], sink_token_length: int) -> dict[nn.Module, _Layer]:
         config = self._model.config.get_text_config()
-        look = _FirstLook(config, max_attention_window, sink_token_length)
+        look = _FirstLook(config, window_limits, sink_token_length)
         config._attn_implementation = _FIRST_LOOK
         tokens = torch.zeros(1, 2, dtype=torch.long, device=self._device)
         try:

@@ -343,6 +343,27 @@ class AsyncClient:
         finally:
             call.cancel()  # if the caller has stopped iterating
 
+    async def kv_events(
+        self, *, start_sequence_number: int = 0, on_open: Callable[[], None] = lambda: None
+    ) -> AsyncIterator[stats_pb2.KvEvent]:
+        """Yield the events of the KV caches from a number on, or from now on if it is 0. Requires an administrator's
+        key, if the service has keys.
+
+        `on_open` is called when the stream is open, so that no later event will be missed.
+        """
+        request = stats_pb2.SubscribeKvEventsRequest(start_sequence_number=start_sequence_number)
+        call = self._next_stub().SubscribeKvEvents(request)
+        try:
+            await call.initial_metadata()
+            on_open()
+            async for batch in call:
+                for event in batch.events:
+                    yield event
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+        finally:
+            call.cancel()  # if the caller has stopped iterating
+
     async def request_stats(self, request_ids: Sequence[str]) -> list[stats_pb2.RequestStats]:
         """Return the states of running and recently finished requests; unknown requests are omitted."""
         request = stats_pb2.GetRequestStatsRequest(request_ids=request_ids)

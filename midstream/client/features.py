@@ -26,12 +26,14 @@ class Guide:
         json_schema: A JSON schema, as text or as a mapping.
         regex: A regular expression.
         ebnf: A grammar.
+        structural_tag: A structural tag of XGrammar, as text or as a mapping.
     """
 
     json: bool = False
     json_schema: str | Mapping[str, object] | None = None
     regex: str | None = None
     ebnf: str | None = None
+    structural_tag: str | Mapping[str, object] | None = None
 
     def to_proto(self) -> pb.GuidedDecodingConfig:
         """Return the message.
@@ -40,14 +42,20 @@ class Guide:
             InvalidArgumentError: Not exactly one is set, or a value has the wrong type.
         """
         with naming("guided"):
-            found = one_guide(self.json, self.json_schema, self.regex, self.ebnf)
+            found = one_guide(self.json, self.json_schema, self.regex, self.ebnf, self.structural_tag)
         if found is None:
-            raise InvalidArgumentError("set exactly one of json, json_schema, regex and ebnf", field="guided")
+            raise InvalidArgumentError(
+                "set exactly one of json, json_schema, regex, ebnf and structural_tag", field="guided"
+            )
         return found
 
 
 def one_guide(
-    is_json: bool, schema: str | Mapping[str, object] | None, regex: str | None, ebnf: str | None
+    is_json: bool,
+    schema: str | Mapping[str, object] | None,
+    regex: str | None,
+    ebnf: str | None,
+    tag: str | Mapping[str, object] | None = None,
 ) -> pb.GuidedDecodingConfig | None:
     """Return the message for the only guide that is set; None if not exactly one is set."""
     guides = [
@@ -55,6 +63,7 @@ def one_guide(
         (pb.GUIDE_TYPE_JSON_SCHEMA, schema if isinstance(schema, str | None) else json.dumps(schema)),
         (pb.GUIDE_TYPE_REGEX, regex),
         (pb.GUIDE_TYPE_EBNF_GRAMMAR, ebnf),
+        (pb.GUIDE_TYPE_STRUCTURAL_TAG, tag if isinstance(tag, str | None) else json.dumps(tag)),
     ]
     chosen = [pb.GuidedDecodingConfig(guide_type=kind, guide=guide) for kind, guide in guides if guide is not None]
     return chosen[0] if len(chosen) == 1 else None

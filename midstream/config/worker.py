@@ -64,6 +64,11 @@ class WorkerConfig(ServiceConfig):
     max_attention_window: int = setting(
         0, "Maximum attention window in tokens; 0: the model's. Must equal the scheduler's."
     )
+    layer_attention_windows: str = setting(
+        "",
+        "Maximum attention windows of the layers in tokens, separated by commas, repeated for all layers; each is at "
+        "most max_attention_window, unless that is 0. Empty: one window for all layers.",
+    )
     sink_token_length: int = setting(
         0, "Number of initial tokens that are always among max_attention_window; 0: none. Must equal the scheduler's."
     )

@@ -8,6 +8,7 @@ with GenerationExecutor.create(model="smollm2") as executor:
 
 from __future__ import annotations
 
+from midstream.executor import kv_cache
 from midstream.executor.batch_manager import GptManager, TrtGptModelOptionalParams
 from midstream.executor.completion_output import CompletionOutput, Logprob
 from midstream.executor.config import (
@@ -80,6 +81,7 @@ from midstream.executor.response import (
 )
 from midstream.executor.sampling_config import SamplingConfig
 from midstream.executor.sampling_params import SamplingParams
+from midstream.executor.serialization import deserialize_result, serialize_result
 from midstream.executor.stats import (
     DebugTensorsPerIteration,
     DisServingRequestStats,
@@ -174,4 +176,7 @@ __all__ = [
     "TimingMetrics",
     "TrtGptModelOptionalParams",
     "TrtGptModelType",
+    "deserialize_result",
+    "kv_cache",
+    "serialize_result",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from midstream.chunk import Chunk
+from midstream.chunk import Chunk, Validation
 from midstream.executor.tensors import AnyTensor, first_rows, to_user
 from midstream.extras import CONTEXT, LogProbs, Tensor, join_tensors
 
@@ -33,6 +33,7 @@ class CompletionOutput:
         stop_reason: The stop word or stop token that ended the sequence.
         tensors: Pieces of logits and other outputs, if requested.
         kind_changed_at: Index of the first token that another kind of workers computed; None if there is none.
+        validation: Whether the text matches its schema, at the sequence's end, if this was not fully enforced.
     """
 
     index: int = 0
@@ -46,6 +47,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     tensors: list[Tensor] = field(default_factory=list)
     kind_changed_at: int | None = None
+    validation: Validation | None = None
 
     @property
     def generation_logits(self) -> AnyTensor | None:
@@ -96,6 +98,7 @@ class CompletionOutput:
         if chunk.is_sequence_final:
             self.finish_reason = chunk.finish_reason.value if chunk.finish_reason else None
             self.stop_reason, self.cumulative_logprob = chunk.matched_stop, chunk.cumulative_log_prob
+            self.validation = chunk.validation
 
 
 def logprobs_by_token(rows: LogProbs, token_ids: list[int] | tuple[int, ...] | object) -> list[dict[int, Logprob]]:

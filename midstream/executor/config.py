@@ -90,18 +90,20 @@ class KvCacheConfig:
     Attributes:
         enable_block_reuse: Whether requests share the blocks of common prefixes.
         max_tokens: Maximum number of tokens in the pool; the smaller of this limit and the memory fraction applies.
-        max_attention_window: Numbers of tokens that the layers' attention can see, repeated for all layers.
+        max_attention_window: Numbers of tokens that the layers' attention can see, repeated for all layers; or one
+            number, as in release 0.10.
         sink_token_length: Number of tokens of the window that are always the first ones; requires a window.
         free_gpu_memory_fraction: Fraction, 0 to 1, of the memory left after loading.
         host_cache_size: Bytes of a second tier in host memory for full blocks evicted from the pool.
         tokens_per_block: Number of tokens in a block, which TensorRT-LLM takes from the engine.
-        onboard_blocks, secondary_offload_min_priority, event_buffer_max_size, enable_partial_reuse,
-            copy_on_partial_reuse, use_uvm, attention_dp_events_gather_period_ms: Without effect.
+        event_buffer_max_size: Number of events that are kept for `Executor.get_kv_cache_event_manager`; 0 means none.
+        onboard_blocks, secondary_offload_min_priority, enable_partial_reuse, copy_on_partial_reuse, use_uvm,
+            attention_dp_events_gather_period_ms: Without effect.
     """
 
     enable_block_reuse: bool = True
     max_tokens: int | None = None
-    max_attention_window: Sequence[int] | None = None
+    max_attention_window: Sequence[int] | int | None = None
     sink_token_length: int | None = None
     free_gpu_memory_fraction: float | None = None
     host_cache_size: int | None = None
@@ -128,15 +130,21 @@ class KvCacheConfig:
         if self.sink_token_length is None:
             self.sink_token_length = runtime_defaults.sink_token_length
 
+    @property
+    def windows(self) -> list[int]:
+        """The attention windows of the layers, repeated for all layers; empty for the model's own."""
+        windows = self.max_attention_window or ()
+        return [windows] if isinstance(windows, int) else list(windows)
+
     def settings(self) -> dict[str, object]:
         """Return the services' settings.
 
         Raises:
             InvalidArgumentError: Sink tokens are set without a window, or the fraction is out of range.
-            UnsupportedError: Layers have different windows, or a setting is for encoder-decoder models.
+            UnsupportedError: A setting is for encoder-decoder models.
         """
-        window, fraction = self._window(), self.free_gpu_memory_fraction
-        if self.sink_token_length and not window:
+        windows, fraction = self.windows, self.free_gpu_memory_fraction
+        if self.sink_token_length and not windows:
             raise InvalidArgumentError("requires max_attention_window", field="kv_cache_config.sink_token_length")
         if fraction is not None and not 0 < fraction < 1:
             raise InvalidArgumentError(
@@ -151,21 +159,13 @@ class KvCacheConfig:
         return {
             "enable_block_reuse": self.enable_block_reuse,
             "max_kv_tokens": self.max_tokens,
-            "max_attention_window": window,
+            "max_attention_window": max(windows, default=None),
+            "layer_attention_windows": ",".join(map(str, windows)) if len(set(windows)) > 1 else None,
             "sink_token_length": self.sink_token_length,
             "free_memory_fraction": fraction,
             "host_kv_bytes": self.host_cache_size,
             "tokens_per_block": self.tokens_per_block,
         }
-
-    def _window(self) -> int | None:
-        windows = set(self.max_attention_window or ())
-        if len(windows) > 1:
-            raise UnsupportedError(
-                "all layers have one window, or that of the model if it is smaller; give one number",
-                field="kv_cache_config.max_attention_window",
-            )
-        return windows.pop() if windows else None
 
 
 @dataclass(slots=True)
@@ -418,7 +418,9 @@ class DebugConfig:
 
 @dataclass(slots=True)
 class CacheTransceiverConfig:
-    """How KV blocks move between executors; disaggregated serving is not supported."""
+    """How KV blocks move between executors; without effect, since they do not: an executor that continues a request
+    computes its prompt again, unless its service has it in its cache.
+    """
 
     backend: CacheTransceiverBackendType | None = None
     max_tokens_in_buffer: int | None = None
@@ -428,7 +430,6 @@ class CacheTransceiverConfig:
 # Parts that request what the service lacks, with what to do instead.
 _UNSUPPORTED = {
     "debug_config": "use additional_model_outputs",
-    "cache_transceiver_config": "disaggregated serving is not supported; leave it out",
 }
 
 
@@ -444,7 +445,7 @@ class ExecutorConfig:
         enable_trt_overlap: Whether to keep two steps in flight, which is the service's default.
         normalize_log_probs, use_gpu_direct_storage, extended_runtime_perf_knob_config, recv_poll_period_ms,
             max_seq_idle_microseconds, spec_dec_config, gather_generation_logits, mm_embedding_offloading,
-            fail_fast_on_attention_window_too_large, backend: Without effect.
+            fail_fast_on_attention_window_too_large, cache_transceiver_config, backend: Without effect.
         speculative_config: Speculative decoding for requests that do not configure it.
         speculative_model_dir: The workers' draft model, for DraftTargetDecodingConfig.
         settings: Other settings of the services by name, such as `{"num_threads": 1}`.

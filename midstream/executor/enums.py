@@ -67,7 +67,7 @@ class KvCacheTransferMode(StrEnum):
 
 
 class CacheTransceiverBackendType(StrEnum):
-    """How KV blocks move between executors; disaggregated serving is not supported."""
+    """How KV blocks move between executors; without effect, since they do not."""
 
     DEFAULT = "default"
     MPI = "mpi"
@@ -85,7 +85,7 @@ class CacheTransceiverBackendType(StrEnum):
 
 
 class RequestType(StrEnum):
-    """Which part of a request an executor runs; only both parts together are supported."""
+    """Which phase of a request an executor runs: both, only its prompt and first token, or the rest."""
 
     REQUEST_TYPE_CONTEXT_AND_GENERATION = "context_and_generation"
     REQUEST_TYPE_CONTEXT_ONLY = "context_only"

@@ -23,6 +23,7 @@ from midstream.executor.config import ExecutorConfig
 from midstream.executor.engine_folder import write_engine
 from midstream.executor.enums import ModelType
 from midstream.executor.generation_executor import check_stop_tokens, fill_defaults
+from midstream.executor.kv_cache import KVCacheEventManager
 from midstream.executor.lora_weights import LoraFolders
 from midstream.executor.post_processor_server import Call
 from midstream.executor.request import Request
@@ -45,15 +46,18 @@ class _Running:
         self.request = request
         self.ready: deque[Response] = deque()
         self._id, self._on_news = request_id, on_news
-        self._stream = ResponseStream(request)
+        self._stream = ResponseStream(request, request_id=request_id)
         self._has_final = False
 
     def put(self, chunk: Chunk) -> None:
         """Add a chunk."""
         # A failure is reported by the error that follows.
-        if chunk.finish_reason is not FinishReason.ERROR:
-            for result in self._stream.add(chunk):
-                self._add(result)
+        if chunk.finish_reason is not FinishReason.ERROR and not self._has_final:
+            try:
+                for result in self._stream.add(chunk):
+                    self._add(result)
+            except MidstreamError as error:
+                self.end(error)
         self._on_news()
 
     def end(self, error: MidstreamError | None) -> None:
@@ -61,6 +65,7 @@ class _Running:
         if not self._has_final:
             message = "the output ended early" if error is None else str(error)
             self.ready.append(Response(self._id, message, self.request.client_id))
+            self._has_final = True
         self._on_news()
 
     def _add(self, result: Result) -> None:
@@ -127,6 +132,7 @@ class Executor:
         self._condition = threading.Condition()
         self._requests: dict[int, _Running] = {}
         self._last_id = 0
+        self._kv_events: KVCacheEventManager | None = None
         self._iterations: deque[IterationStats] = deque(maxlen=config.iter_stats_max_iterations)
         self._request_stats: deque[RequestStatsPerIteration] = deque(maxlen=config.request_stats_max_iterations)
         if service is not None:
@@ -136,9 +142,18 @@ class Executor:
             if config.iter_stats_max_iterations or config.request_stats_max_iterations:
                 has_requests = bool(config.request_stats_max_iterations)
                 session.follow_iterations(self._iterations, self._request_stats if has_requests else None)
+            self._follow_kv_events()
         except BaseException:
             self.shutdown()
             raise
+
+    def _follow_kv_events(self) -> None:
+        config = self._config.kv_cache_config
+        if config.event_buffer_max_size > 0:
+            window = max(config.windows or [self._session.model.max_sequence_length])
+            blocks = (self._session.num_blocks(), 0)
+            self._kv_events = KVCacheEventManager(config.event_buffer_max_size, blocks, window, self._loras.task_id)
+            self._session.follow_kv_events(self._kv_events.add)
 
     def enqueue_request(self, request: Request) -> int:
         """Run a request whose output is read by `await_responses`; return its id.
@@ -249,9 +264,10 @@ class Executor:
         self._session.check_open()
         return []
 
-    def get_kv_cache_event_manager(self) -> None:
-        """Return None: the events are a stream of the service's API, `SubscribeKvEvents`."""
+    def get_kv_cache_event_manager(self) -> KVCacheEventManager | None:
+        """Return the events of the KV caches; None if `event_buffer_max_size` of the KvCacheConfig is 0."""
         self._session.check_open()
+        return self._kv_events
 
     def shutdown(self) -> None:
         """Abort running requests, wake threads in `await_responses`, and stop the services that this executor started.
@@ -259,6 +275,8 @@ class Executor:
         """
         self._session.close()
         self._wake()
+        if self._kv_events is not None:
+            self._kv_events.close()
 
     def __enter__(self) -> Self:
         return self

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 from midstream.client import request as native
 from midstream.errors import InvalidArgumentError, UnsupportedError
@@ -34,23 +36,35 @@ class PromptAdapterRequest:
 
 @dataclass(frozen=True, slots=True)
 class MultimodalParams:
-    """Output of a multimodal encoder.
+    """Images, or the output of a multimodal encoder.
 
     Attributes:
-        multimodal_data: `{"multimodal_embedding": array}`, [tokens, hidden size]. Token id vocabulary size + i in the
-            prompt stands for row i; a prompt without such ids begins with all rows.
+        multimodal_data: `{"image": images}`, for a model that reads images and a prompt of text with its image token
+            for each: one image or a list, each as the contents of a file (PNG, JPEG, WebP, GIF) or an image of Pillow.
+            Or `{"multimodal_embedding": array}`, [tokens, hidden size]: token id vocabulary size + i in the prompt
+            stands for row i; a prompt without such ids begins with all rows.
     """
 
-    multimodal_data: Mapping[str, native.Array] = field(default_factory=dict)
+    multimodal_data: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def images(self) -> list[bytes]:
+        """The contents of the images' files.
+
+        Raises:
+            InvalidArgumentError: A value is not an image.
+        """
+        images = self.multimodal_data.get("image", [])
+        return [_contents(item) for item in (images if isinstance(images, list | tuple) else [images])]
 
     @property
     def embedding(self) -> native.Array | None:
         """The embeddings.
 
         Raises:
-            UnsupportedError: Raw media were given, which require an encoder.
+            UnsupportedError: Other media than images were given, which require an encoder.
         """
-        unknown = self.multimodal_data.keys() - {"multimodal_embedding"}
+        unknown = self.multimodal_data.keys() - {"multimodal_embedding", "image"}
         if unknown:
             raise UnsupportedError(
                 f"no encoder for {', '.join(sorted(unknown))}; pass its output as multimodal_embedding",
@@ -70,7 +84,7 @@ class GenerationRequest:
         query_token_ids: Tokens appended to `prompt_token_ids`. Requests with the same prompt and different queries
             share the prompt's KV blocks.
         streaming: Whether to return output as it is generated; otherwise it is returned once per sequence, at its end.
-        multimodal_params: Output of a multimodal encoder; sets `prompt_tuning_table`.
+        multimodal_params: Images, or the output of a multimodal encoder, which sets `prompt_tuning_table`.
         priority: 0..1; requests of higher priority run sooner.
         arrival_time: Seconds since the epoch; None means the time when the router receives the request.
         client_id: The client that sends the request, for fairness and logits post-processors.
@@ -180,11 +194,25 @@ class GenerationRequest:
             if table is not None:
                 raise InvalidArgumentError("cannot be combined with prompt_tuning_table", field="multimodal_params")
             table = self.multimodal_params.embedding
+            request.images.extend(pb.Image(data=item) for item in self.multimodal_params.images)
         if table is not None:
             if self.prompt_adapter_request is not None:
                 field = "multimodal_params" if self.multimodal_params else "prompt_tuning_table"
                 raise InvalidArgumentError(f"cannot be combined with {field}", field="prompt_adapter_request")
             request.prompt_tuning.table.CopyFrom(native.tensor_of(table, "prompt_tuning_table"))
+
+
+def _contents(image: Any) -> bytes:
+    """Return the contents of an image's file; an image of Pillow becomes a PNG file."""
+    if isinstance(image, bytes | bytearray | memoryview):
+        return bytes(image)
+    if not hasattr(image, "save"):
+        raise InvalidArgumentError(
+            f"must be the contents of files or images of Pillow, not {type(image).__name__}", field="multimodal_params"
+        )
+    file = BytesIO()
+    image.save(file, format="PNG")
+    return file.getvalue()
 
 
 def _absolute(path: str) -> str:

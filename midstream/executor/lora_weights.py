@@ -66,6 +66,11 @@ class LoraFolders:
         self._names[lora.task_id] = name
         return pb.LoraConfig(name=name, path=str(folder))
 
+    def task_id(self, name: str) -> int | None:
+        """Return the number of the adapter that has this name in the service; None if it has no number."""
+        known = next((task_id for task_id, item in self._names.items() if item == name), None)
+        return int(name) if known is None and name.isdecimal() else known
+
 
 def write_adapter(weights: AnyTensor, config: AnyTensor, model: Mapping[str, Any], folder: Path) -> None:
     """Write a PEFT folder.

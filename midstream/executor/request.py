@@ -48,7 +48,6 @@ _UNSUPPORTED = {
     "encoder_output_length": "encoder-decoder models are not supported",
     "cross_attention_mask": "encoder-decoder models are not supported",
     "skip_cross_attn_blocks": "encoder-decoder models are not supported",
-    "context_phase_params": "disaggregated serving is not supported; send the whole request",
     "eagle_config": "EAGLE is not supported; use DraftTargetDecodingConfig or LookaheadDecodingConfig",
     "language_adapter_uid": "language adapters are not supported; use lora_config",
 }
@@ -73,6 +72,8 @@ class Request:
         client_id: The client that sends the request; it is returned with responses and passed to post-processors.
         return_all_generated_tokens: Whether each streamed response carries all tokens so far.
         priority: 0..1; requests of higher priority run sooner.
+        type: Whether only the first token is computed, or the rest of a request whose first token is in
+            `context_phase_params`; the attribute is `request_type`.
         num_return_sequences: Number of sequences, if `sampling_config` does not set it.
         allotted_time_ms: Time after which the request ends with the finish reason TIMED_OUT.
         cache_salt_id: Requests share cached blocks only with requests that have the same salt.
@@ -145,7 +146,9 @@ class Request:
         """
         self._check()
         message = pb.GenerateRequest(streaming=self.streaming)
-        set_fields(message, max_tokens=self.max_tokens, timeout_ms=milliseconds(self.allotted_time_ms))
+        is_first_phase = self.request_type is RequestType.REQUEST_TYPE_CONTEXT_ONLY
+        max_tokens = 1 if is_first_phase else self.max_tokens
+        set_fields(message, max_tokens=max_tokens, timeout_ms=milliseconds(self.allotted_time_ms))
         with naming("input_token_ids"):
             message.token_ids.values.extend(_ints(self.input_token_ids))
             message.token_ids.SetInParent()
@@ -186,11 +189,23 @@ class Request:
                 raise UnsupportedError(reason, field=name)
         if self.position_ids is not None and list(self.position_ids) != list(range(len(self.input_token_ids))):
             raise UnsupportedError("positions are consecutive, from 0; leave it out", field="position_ids")
-        if self.request_type is not RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION:
-            raise UnsupportedError("disaggregated serving is not supported", field="request_type")
+        self._check_phase()
         for name in ("bad_words", "stop_words"):
             if any(isinstance(word, str) for word in getattr(self, name) or ()):
                 raise InvalidArgumentError("must be lists of token ids; SamplingParams takes texts", field=name)
+
+    def _check_phase(self) -> None:
+        """Check a request whose phases run on two executors. The second one computes the prompt again, unless its
+        service has it in its cache, and the same tokens.
+        """
+        params, is_second = self.context_phase_params, self.request_type is RequestType.REQUEST_TYPE_GENERATION_ONLY
+        if is_second != (params is not None):
+            raise InvalidArgumentError("must be set if request_type is GENERATION_ONLY", field="context_phase_params")
+        if params is not None and params.opaque_state is not None:
+            raise UnsupportedError("KV blocks are not transferred; leave it out", field="opaque_state")
+        is_whole = self.request_type is RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION
+        if not is_whole and (self.is_beam_search or self.num_sequences > 1):
+            raise UnsupportedError("must be CONTEXT_AND_GENERATION with several sequences", field="request_type")
 
     def _fill_stopping(self, stopping: pb.StoppingConfig) -> None:
         if self.end_id is None or self.end_id < 0:

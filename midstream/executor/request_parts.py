@@ -191,7 +191,14 @@ class LoraConfig:
 
 @dataclass(slots=True)
 class ContextPhaseParams:
-    """The state of a request whose prompt another executor has computed; disaggregated serving is not supported."""
+    """The state of a request whose prompt another executor has computed.
+
+    Attributes:
+        first_gen_tokens: The first token, which that executor has generated.
+        req_id: Id of the request there.
+        opaque_state: Must be None, since KV blocks are not transferred.
+        draft_tokens: Without effect, since drafts never change the output.
+    """
 
     first_gen_tokens: Sequence[int]
     req_id: int
@@ -314,6 +321,7 @@ _GUIDE_TYPES = {
     _GuideType.JSON_SCHEMA: pb.GUIDE_TYPE_JSON_SCHEMA,
     _GuideType.REGEX: pb.GUIDE_TYPE_REGEX,
     _GuideType.EBNF_GRAMMAR: pb.GUIDE_TYPE_EBNF_GRAMMAR,
+    _GuideType.STRUCTURAL_TAG: pb.GUIDE_TYPE_STRUCTURAL_TAG,
 }
 
 
@@ -335,16 +343,18 @@ class GuidedDecodingParams:
         json_object: bool = False,
         regex: str | None = None,
         grammar: str | None = None,
+        structural_tag: str | Mapping[str, object] | None = None,
     ) -> None:
         """Store the constraint, in the form of TensorRT-LLM's executor or, with named arguments, of its LLM API.
 
         Args:
             guide_type: Kind of constraint.
-            guide: The JSON schema, regular expression or grammar; None for any JSON.
+            guide: The JSON schema, regular expression, grammar or structural tag; None for any JSON.
             json: A JSON schema.
             json_object: Whether to accept any JSON object or array.
             regex: A regular expression.
             grammar: A grammar in EBNF.
+            structural_tag: A structural tag.
 
         Raises:
             InvalidArgumentError: Not exactly one constraint is given, or its guide is missing.
@@ -355,24 +365,20 @@ class GuidedDecodingParams:
             (_GuideType.JSON_SCHEMA, _as_json(json)) if json is not None else None,
             (_GuideType.REGEX, regex) if regex is not None else None,
             (_GuideType.EBNF_GRAMMAR, grammar) if grammar is not None else None,
+            (_GuideType.STRUCTURAL_TAG, _as_json(structural_tag)) if structural_tag is not None else None,
         ]
         chosen = [item for item in given if item is not None]
         if len(chosen) != 1:
             raise InvalidArgumentError(
-                "set exactly one of guide_type, json, json_object, regex and grammar", field="guided_decoding"
+                "set exactly one of guide_type, json, json_object, regex, grammar and structural_tag",
+                field="guided_decoding",
             )
         self.guide_type, self.guide = chosen[0]
         if self.guide is None and self.guide_type is not _GuideType.JSON:
             raise InvalidArgumentError(f"must be given for {self.guide_type.name}", field="guide")
 
     def to_proto(self) -> pb.GuidedDecodingConfig:
-        """Return the message.
-
-        Raises:
-            UnsupportedError: The service lacks the kind of constraint.
-        """
-        if self.guide_type not in _GUIDE_TYPES:
-            raise UnsupportedError("structural tags are not supported; use EBNF_GRAMMAR", field="guide_type")
+        """Return the message."""
         return pb.GuidedDecodingConfig(guide_type=_GUIDE_TYPES[self.guide_type], guide=self.guide or "")
 
 

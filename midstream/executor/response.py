@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, overload
 
-from midstream.chunk import PerfMetrics, Usage
+from midstream.chunk import PerfMetrics, Usage, Validation
 from midstream.errors import InvalidArgumentError
 from midstream.executor.enums import FinishReason
 from midstream.executor.output_config import AdditionalOutput
 from midstream.executor.request_parts import ContextPhaseParams
-from midstream.executor.tensors import AnyTensor
+from midstream.executor.tensors import AnyTensor, to_user
+from midstream.extras import Tensor
 
 
 @dataclass(slots=True)
@@ -98,6 +100,11 @@ class SpeculativeDecodingFastLogitsInfo:
     draft_request_id: int = 0
     draft_participant_id: int = 0
 
+    def to_tensor(self) -> AnyTensor:
+        """Return the memory of the C++ structure as float32 [1, 4]."""
+        data = struct.pack("<Qixxxx", self.draft_request_id, self.draft_participant_id)
+        return to_user(Tensor("", "float32", (1, 4), data))
+
 
 @dataclass(slots=True, eq=False)
 class Result:
@@ -119,6 +126,8 @@ class Result:
         is_sequence_final: Whether this is the sequence's last result.
         additional_outputs: Additional outputs, for the new tokens.
         kind_changed_at: Index of the first token that another kind of workers computed; None if there is none.
+        validations: For each beam that has ended, whether its text matches its schema; None if that was enforced, or
+            if there is no schema.
     """
 
     is_final: bool = False
@@ -138,6 +147,7 @@ class Result:
     request_perf_metrics: RequestPerfMetrics | None = None
     additional_outputs: Sequence[AdditionalOutput] = ()
     kind_changed_at: int | None = None
+    validations: Sequence[Validation | None] = ()
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from midstream.chunk import Chunk, PerfMetrics, Usage
+from midstream.chunk import Chunk, PerfMetrics, Usage, Validation
 from midstream.chunk import FinishReason as ServiceReason
-from midstream.executor.enums import FinishReason
+from midstream.errors import InvalidArgumentError
+from midstream.executor.enums import FinishReason, RequestType
 from midstream.executor.output_config import AdditionalOutput
 from midstream.executor.request import Request
+from midstream.executor.request_parts import ContextPhaseParams
 from midstream.executor.response import RequestPerfMetrics, Result
 from midstream.executor.tensors import first_rows, to_user
 from midstream.extras import CONTEXT, Tensor, join_tensors
@@ -35,13 +37,15 @@ class _Sequence:
     reason: FinishReason = FinishReason.NOT_FINISHED
     cum_log_prob: float | None = None
     kind_changed_at: int | None = None
+    validation: Validation | None = None
+    first_token: int = 0
 
 
 class ResponseStream:
     """The results of one request."""
 
-    def __init__(self, request: Request, tokens_per_block: int = _TOKENS_PER_BLOCK) -> None:
-        self._request = request
+    def __init__(self, request: Request, tokens_per_block: int = _TOKENS_PER_BLOCK, request_id: int = 0) -> None:
+        self._request, self._request_id = request, request_id
         self._tokens_per_block = tokens_per_block
         self._prompt = [int(token) for token in request.input_token_ids]
         width = request.sampling_config.num_return_beams if request.is_beam_search else request.num_sequences
@@ -52,7 +56,11 @@ class ResponseStream:
         self._perf_metrics: RequestPerfMetrics | None = None
 
     def add(self, chunk: Chunk) -> list[Result]:
-        """Return the results that a chunk completes."""
+        """Return the results that a chunk completes.
+
+        Raises:
+            InvalidArgumentError: The output does not begin with the token of the request's first phase.
+        """
         while chunk.sequence_index >= len(self._sequences):
             self._sequences.append(_Sequence())
         sequence = self._sequences[chunk.sequence_index]
@@ -71,6 +79,9 @@ class ResponseStream:
         return done
 
     def _take(self, sequence: _Sequence, chunk: Chunk) -> None:
+        self._check_phase(sequence, chunk)
+        if chunk.token_ids and not sequence.tokens:
+            sequence.first_token = chunk.token_ids[0]
         sequence.tokens += chunk.token_ids
         if chunk.extras is not None:
             if chunk.extras.log_probs is not None:
@@ -81,10 +92,21 @@ class ResponseStream:
             sequence.kind_changed_at = chunk.kind_changed_at
         if chunk.is_sequence_final or chunk.is_final:
             sequence.cum_log_prob = chunk.cumulative_log_prob
-            sequence.reason = self._reason(chunk)
+            sequence.reason, sequence.validation = self._reason(chunk), chunk.validation
             if sequence.reason is FinishReason.END_ID and sequence.tokens:
                 del sequence.tokens[-1], sequence.log_probs[len(sequence.tokens) :]
                 sequence.tensors = _cut(sequence.tensors, len(sequence.tokens))
+
+    def _check_phase(self, sequence: _Sequence, chunk: Chunk) -> None:
+        """Check that the second phase of a request computes the same first token as the first phase."""
+        phase = self._request.context_phase_params
+        if phase is not None and chunk.token_ids and not sequence.tokens:
+            expected, found = list(phase.first_gen_tokens), chunk.token_ids[0]
+            if expected[chunk.sequence_index : chunk.sequence_index + 1] != [found]:
+                raise InvalidArgumentError(
+                    f"has {expected}, but the output begins with {found}; use the same request, model and settings",
+                    field="context_phase_params.first_gen_tokens",
+                )
 
     def _reason(self, chunk: Chunk) -> FinishReason:
         if chunk.finish_reason is ServiceReason.STOP:
@@ -129,10 +151,13 @@ class ResponseStream:
             is_sequence_final=is_end,
             decoding_iter=max(len(beam.tokens) for beam in beams),
             request_perf_metrics=self._perf_metrics if output.return_perf_metrics else None,
+            validations=[beam.validation for beam in beams] if is_end else (),
             kind_changed_at=next((beam.kind_changed_at for beam in beams if beam.kind_changed_at is not None), None),
         )
         if output.return_perf_metrics and result.request_perf_metrics is None:
             result.request_perf_metrics = RequestPerfMetrics(first_iter=0, iter=max(result.decoding_iter - 1, 0))
+        if is_final and request.request_type is RequestType.REQUEST_TYPE_CONTEXT_ONLY:
+            result.context_phase_params = ContextPhaseParams([beam.first_token for beam in beams], self._request_id)
         if output.return_log_probs:
             result.log_probs = [beam.log_probs[: len(beam.tokens)] for beam in beams]
             result.cum_log_probs = [

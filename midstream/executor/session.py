@@ -25,6 +25,7 @@ from midstream.errors import AbortedError, InvalidArgumentError, MidstreamError
 from midstream.executor.service import LocalService
 from midstream.executor.stats import IterationStats, RequestStats, RequestStatsPerIteration, sum_up
 from protos import generation_pb2 as pb
+from protos import stats_pb2
 
 _RETRY_S, _ABORT_RETRY_S = 0.2, 0.02
 _MAX_REQUEST_STATS = 1024
@@ -56,7 +57,7 @@ class Session:
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._running: dict[int, Future[None]] = {}
-        self._reader: Future[None] | None = None
+        self._readers: list[Future[None]] = []
         self._model: ModelInfo | None = None
         self.is_closed = False
         atexit.register(self.close)
@@ -120,7 +121,18 @@ class Session:
         `requests`; return once the service sends them.
         """
         follows: Future[None] = Future()
-        self._reader = self._loop.start(self._read_iterations(iterations, requests, follows))
+        self._readers.append(self._loop.start(self._read_iterations(iterations, requests, follows)))
+        follows.result()
+
+    def num_blocks(self) -> int:
+        """Return the number of KV blocks of a worker group."""
+        groups = self._loop.run(self._client.server_info()).worker_groups
+        return groups[0].num_blocks if groups else 0
+
+    def follow_kv_events(self, put: Callable[[list[stats_pb2.KvEvent]], None]) -> None:
+        """Pass each event of the KV caches from now on to `put`; return once the service sends them."""
+        follows: Future[None] = Future()
+        self._readers.append(self._loop.start(self._read_kv_events(put, follows)))
         follows.result()
 
     def request_stats(self, request_ids: Sequence[int] | None = None) -> list[RequestStats]:
@@ -141,7 +153,7 @@ class Session:
             return
         self.is_closed = True
         atexit.unregister(self.close)
-        running = [*self._running.values(), *filter(None, [self._reader])]
+        running = [*self._running.values(), *self._readers]
         for item in running:
             item.cancel()
         wait(running)
@@ -200,6 +212,19 @@ class Session:
                     if requests is not None:
                         states = await self._request_stats(self.running)
                         requests.append(RequestStatsPerIteration(iteration.iter, states))
+            except MidstreamError:
+                _set(follows)  # requests can run without it
+                await asyncio.sleep(_RETRY_S)
+
+    async def _read_kv_events(self, put: Callable[[list[stats_pb2.KvEvent]], None], follows: Future[None]) -> None:
+        """Pass events on as they arrive; if a router or scheduler is lost, continue with the next one."""
+        following = 0
+        while True:
+            try:
+                stream = self._client.kv_events(start_sequence_number=following, on_open=lambda: _set(follows))
+                async for event in stream:
+                    following = event.sequence_number + 1
+                    put([event])
             except MidstreamError:
                 _set(follows)  # requests can run without it
                 await asyncio.sleep(_RETRY_S)

@@ -74,6 +74,7 @@ from router.pipeline.request_checks import (
     check_supported,
     check_tensors,
     fit_to_context,
+    fit_to_tensors,
 )
 from router.pipeline.request_traces import RequestSpan, RequestTraces
 from router.pipeline.start_slots import StartSlots
@@ -295,6 +296,7 @@ class Runner:
         for path, field in ((request.lora.path, "lora.path"), (request.prompt_tuning.path, "prompt_tuning.path")):
             if path:
                 check_adapter_path(path, self.adapter_root, field)
+        has_limit = request.HasField("max_tokens") or self._defaults.max_tokens is not None
         try:
             async with until(deadline):  # images may wait for a worker
                 await self._normalize(request, prepare)
@@ -308,6 +310,8 @@ class Runner:
             # A worker with the feature may have registered since the last poll.
             await cell.poll()
             check_supported(request, cell.features)
+        if not has_limit:
+            fit_to_tensors(request, self.model, self._config.max_tensor_bytes)
         check_tensors(request, self.model, self._config.max_tensor_bytes)
         if request.HasField("guided_decoding"):
             await self._grammars.check(request.guided_decoding, constraints)

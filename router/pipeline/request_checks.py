@@ -261,6 +261,19 @@ def fit_to_context(num_prompt_tokens: int, max_tokens: int | None, model: ModelF
     return min(room, MAX_DEFAULT_TOKENS if max_tokens is None else max_tokens)
 
 
+def fit_to_tensors(request: pb.GenerateRequest, model: ModelFolder, max_tensor_bytes: int) -> None:
+    """Lower the default max_tokens of a normalized request so that its output tensors fit, if they can."""
+    sizes = []
+    for max_tokens in (0, 1):
+        request_of_length = pb.GenerateRequest(max_tokens=max_tokens, sampling=request.sampling, output=request.output)
+        num_prompt_tokens = len(request.token_ids.values)
+        sizes.append(tensor_bytes(request_of_length, num_prompt_tokens, model.vocab_size, model.hidden_size))
+    fixed, with_one = sizes
+    if with_one > fixed:
+        most = (max_tensor_bytes - fixed) // (with_one - fixed)
+        request.max_tokens = min(request.max_tokens, max(most, request.sampling.min_tokens, 1))
+
+
 def check_tensors(request: pb.GenerateRequest, model: ModelFolder, max_tensor_bytes: int) -> None:
     """Check the size of the output tensors of a normalized request.
 

@@ -41,9 +41,8 @@ def too_large(request: Request, groups: list[WorkerGroup]) -> Failure:
     """Return why a request is too large for every group."""
     spec = request.spec
     most = max(group.max_batch_size for group in groups)
-    if request.num_rows > most:
-        field = "sampling.beam_width" if spec.beam_width > 1 else "sampling.num_return_sequences"
-        return Failure(INVALID_ARGUMENT, f"must be at most {most}, the workers' limit", field)
+    if spec.beam_width > 1 and request.num_rows > most:
+        return Failure(INVALID_ARGUMENT, f"must be at most {most}, the workers' limit", "sampling.beam_width")
     most = max(group.registration.max_sequence_length for group in groups)
     if spec.max_num_tokens >= most:
         return Failure(

@@ -7,9 +7,14 @@ Ties between candidates are broken by the rank of their beam and then by token i
 Scores and the end of the search are defined as in transformers and TensorRT-LLM: of the `width` best candidates, the
 ones that end their beam are added to the ended beams, with their scores, and the best `width` ended beams are kept.
 
+A diversity rate, which only TensorRT-LLM has, is used as in its kernel (beamSearchKernelsTemplate.h): the rate times
+the rank of a beam is added to the scores of its candidates, including the score of a candidate that ends its beam, and
+the best candidate of a step, whether it ends or not, decides whether the search is over. The last step is like the
+others; then the running beams end with their scores, without the rate, unless the search was over.
+
 The common prefix of all beams that may still become the best one is *decided*: whatever happens later, the best output
 begins with it. Log probabilities are at most 0, so a running beam can never score better than its present cumulative
-log probability at the most favorable length.
+log probability, plus the rate times the last rank, at the most favorable length.
 
 A beam also ends with the token that completes a stop word. The worker, which has the text, reports these tokens with
 the candidates, and they are a part of the step.
@@ -163,10 +168,10 @@ class BeamSearch:
         kept: list[tuple[int, int, float, int, int]] = []
         num_running = 0
         for place, (_, rank, token, log_prob) in enumerate(ordered[: self._num_considered]):
-            if num_running == width or (place >= width and self._is_last_step):
+            if num_running == width or (place >= width and self._ends_all):
                 break
             stop_word = stop_words[rank].get(token, 0) if stop_words else 0
-            if not (self._is_last_step or self._is_stopped(self.running[rank].tokens, token, stop_word)):
+            if not (self._ends_all or self._is_stopped(self.running[rank].tokens, token, stop_word)):
                 num_running += 1
             elif place >= width:
                 continue
@@ -189,23 +194,43 @@ class BeamSearch:
         """Apply a step as `apply` does, but do not update the decided tokens."""
         before, self.running = self.running, []
         parents: list[int] = []
+        is_last, ends_all, best = self._is_last_step, self._ends_all, -math.inf
         words = step.stop_words or (0,) * len(step.parents)
         entries = zip(step.parents, step.token_ids, step.log_probs, words, strict=True)
         for place, (rank, token, log_prob, word) in enumerate(entries):
             beam = before[rank].extended(token, log_prob, place)
+            value = beam.cumulative + self.spec.beam_diversity_rate * rank
+            best = max(best, value)
             is_stopped = self._is_stopped(before[rank].tokens, token, word)
-            if is_stopped or self._is_last_step:
-                score, stop_id = self._score(beam.cumulative, len(beam.tokens)), self._stop_id(token)
+            if is_stopped or ends_all:
+                score, stop_id = self._score(value, len(beam.tokens)), self._stop_id(token)
                 stop_word = self.spec.stop_words[word - 1] if word and stop_id is None else ""
                 self.ended.append(EndedBeam(score, beam, is_stopped, stop_id, stop_word))
             else:
                 self.running.append(beam)
                 parents.append(rank)
+        self._keep_best()
+        self.steps.append(step)
+        if self.running and not self.spec.beam_diversity_rate:
+            best = self.running[0].cumulative
+        self.is_over = not self.running or self._is_over(best)
+        if is_last and self.running:
+            self._end_running()
+            return []
+        return parents
+
+    def _end_running(self) -> None:
+        """End the running beams after the last step; if the search was over already, they are dropped."""
+        if not self.is_over:
+            for beam in self.running:
+                self.ended.append(EndedBeam(self._score(beam.cumulative, len(beam.tokens)), beam, False, None))
+            self._keep_best()
+        self.running, self.is_over = [], True
+
+    def _keep_best(self) -> None:
+        """Keep the best `width` ended beams."""
         self.ended.sort(key=lambda item: -item.score)
         del self.ended[self.spec.beam_width :]
-        self.steps.append(step)
-        self.is_over = self._is_over()
-        return parents
 
     def _decide(self) -> None:
         """Update the number of decided tokens of the best output."""
@@ -222,13 +247,25 @@ class BeamSearch:
         """Return whether a running beam may still end with a better score than the best ended one."""
         if not self.ended:
             return True
-        length = self.spec.max_tokens if self.spec.length_penalty > 0 else len(self.steps) + 1
-        best = self.ended[0].score
-        return self._score(beam.cumulative, length) > best - _ROUNDING * abs(best)
+        spec, best = self.spec, self.ended[0].score
+        value = beam.cumulative + spec.beam_diversity_rate * (spec.beam_width - 1)
+        # A score is a monotonic function of the length. If the beam ends without a stop, the rate does not count.
+        bounds = [self._score(item, length) for item in (value, beam.cumulative) for length in self._possible_lengths]
+        return max(bounds) > best - _ROUNDING * abs(best)
+
+    @property
+    def _possible_lengths(self) -> tuple[int, int]:
+        """Return the least and greatest length with which a running beam may end."""
+        return len(self.steps) + 1, max(self.spec.max_tokens, len(self.steps) + 1)
 
     @property
     def _is_last_step(self) -> bool:
         return len(self.steps) + 1 >= self.spec.max_tokens
+
+    @property
+    def _ends_all(self) -> bool:
+        """Whether all candidates of the next step end their beams."""
+        return self._is_last_step and not self.spec.beam_diversity_rate
 
     def _is_stopped(self, tokens: array[int], token: int, stop_word: int) -> bool:
         """Return whether a beam with these tokens ends with the next one, whatever its length."""
@@ -248,10 +285,9 @@ class BeamSearch:
         exponent = -self.spec.length_penalty * math.log(length)
         return cumulative * math.exp(max(-_MAX_EXPONENT, min(_MAX_EXPONENT, exponent)))
 
-    def _is_over(self) -> bool:
+    def _is_over(self, best: float) -> bool:
+        """Return whether the search is over although beams are running, of which the best one has the value `best`."""
         spec = self.spec
-        if not self.running:
-            return True
         if len(self.ended) < spec.beam_width:
             return False
         if spec.early_stopping == STOP_WHEN_FULL:
@@ -259,7 +295,7 @@ class BeamSearch:
         length = len(self.steps)
         if spec.early_stopping != STOP_BY_PRESENT_LENGTH and spec.length_penalty > 0:
             length = spec.max_tokens
-        return self._score(self.running[0].cumulative, length) <= self.ended[-1].score
+        return self._score(best, length) <= self.ended[-1].score
 
 
 def _num_common(one: array[int], other: array[int]) -> int:

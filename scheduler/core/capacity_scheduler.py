@@ -26,10 +26,11 @@ class CapacityScheduler(ABC):
         """Return how many of the request's waiting sequences may take rows and blocks now; with 0 the request has to
         wait.
 
-        By default this is all or none of them, according to `can_start`. The others stay in the queue and are tried
-        again; all sequences of a request run on the same group. Must not change any state.
+        By default this is none of them or as many as an empty group could start together, according to `can_start`. The
+        others stay in the queue and are tried again; all sequences of a request run on the same group. Must not change
+        any state.
         """
-        return len(request.waiting_sequences) if self.can_start(request, group) else 0
+        return group.num_startable(request) if self.can_start(request, group) else 0
 
     def select(self, queued: Sequence[Request], group: WorkerGroup) -> Sequence[Request] | None:
         """Return the queued requests to start on the group, in order; None means to follow the queue's order.
@@ -157,7 +158,9 @@ def has_room_for(request: Request, group: WorkerGroup) -> bool:
 
 
 def has_room_now(request: Request, group: WorkerGroup) -> bool:
-    """Return whether enough rows and blocks are free for the request's known tokens and one more token."""
+    """Return whether enough rows and blocks are free for the known tokens and one more token of as many sequences as an
+    empty group could start together.
+    """
     cost = group.start_cost(request)
     return cost.num_rows <= group.num_free_rows and cost.num_blocks_at_once <= group.blocks.num_available
 
@@ -171,7 +174,7 @@ def has_room_to_the_end(
     Args:
         request: A queued request.
         group: Where it would start.
-        num_sequences: How many of its waiting sequences start; by default all.
+        num_sequences: How many of its waiting sequences start; by default as many as an empty group could start.
         leave_room: Leave some capacity for requests of other clients.
     """
     cost = group.start_cost(request, num_sequences)

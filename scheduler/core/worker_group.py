@@ -370,10 +370,18 @@ class WorkerGroup:
         return frozenset(request.request_id for step in self.in_flight for request in step.requests())
 
     def blocks_alone(self, request: Request) -> int:
-        """Return the maximum number of blocks that the request needs on an empty group, even if it restarts near its
-        end.
+        """Return the maximum number of blocks that the request holds at one time on an empty group, even if it restarts
+        near its end.
         """
-        return self._blocks_of_rows(request, request.num_rows)
+        return self._blocks_of_rows(request, self._num_rows_at_once(request))
+
+    def _num_rows_at_once(self, request: Request) -> int:
+        """Return the number of the request's rows that an empty group can hold; a beam search needs all of them."""
+        return request.num_rows if request.beams is not None else min(request.num_rows, self.max_batch_size)
+
+    def num_startable(self, request: Request) -> int:
+        """Return the number of the request's waiting sequences that an empty group could start together."""
+        return min(len(request.waiting_sequences), self.max_batch_size)
 
     def _blocks_of_rows(self, request: Request, num_rows: int) -> int:
         each = self.tables.blocks_of(request.spec.max_num_tokens)
@@ -387,8 +395,8 @@ class WorkerGroup:
         return self.config.enable_chunked_context or len(request.spec.prompt) <= self.max_num_tokens or request.has_run
 
     def is_large_enough(self, request: Request) -> bool:
-        """Return whether the group is large enough to run the request if it were empty."""
-        spec, num_rows = request.spec, request.num_rows
+        """Return whether the group is large enough to run the request, if necessary in parts, if it were empty."""
+        spec, num_rows = request.spec, self._num_rows_at_once(request)
         return (
             self.takes_prompt(request)
             and num_rows <= self.max_batch_size
@@ -398,7 +406,11 @@ class WorkerGroup:
         )
 
     def start_cost(self, request: Request, num_sequences: int | None = None) -> StartCost:
-        """Return the cost of starting this many of the request's waiting sequences (default: all of them)."""
+        """Return the cost of starting this many of the request's waiting sequences; by default as many as an empty
+        group could start together.
+        """
+        if num_sequences is None:
+            num_sequences = self.num_startable(request)
         waiting, tables = request.waiting_sequences[:num_sequences], self.tables
         shared = (len(request.spec.prompt) - 1) // self.tokens_per_block
         has_leader = self._leader(request) is not None

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from gpu_worker.model_runner import ModelRunner
 from midstream.model.folder import ModelFolder, open_model_folder
 from protos import generation_pb2 as pb
-from scheduler.core.request import FinishReason
+from scheduler.core.request import FinishReason, Request, Sequence
 from tests.gpu_worker.core_with_runners import CoreWithRunners, contents, outputs
 from tests.gpu_worker.tiny_models import make_runner
 
@@ -67,101 +67,86 @@ def request_of(number: int, prompt: list[int], search: dict[str, Any]) -> pb.Gen
     )
 
 
+def expected_of(
+    model: Any, request: pb.GenerateRequest, search: dict[str, Any], end_ids: tuple[int, ...], **more: Any
+) -> Any:
+    """Return the result of transformers' beam search."""
+    with torch.inference_mode():
+        return model.generate(
+            torch.tensor([request.token_ids.values[:]]),
+            num_beams=search["beam_width"],
+            length_penalty=search["length_penalty"],
+            early_stopping=EARLY_STOPPING[search["early_stopping"]],
+            num_return_sequences=search.get("num_return_sequences", 1),
+            max_new_tokens=request.max_tokens,
+            eos_token_id=list(end_ids),
+            pad_token_id=PAD,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **more,
+        )
+
+
+def check_search(made: Request, request: pb.GenerateRequest, search: dict[str, Any], expected: Any) -> list[Sequence]:
+    """Compare the sequences and scores of a search with those of transformers; return the sequences."""
+    num_prompt, scores = len(request.token_ids.values), expected.sequences_scores.tolist()
+    for sequence, tokens, score in zip(made.sequences, expected.sequences.tolist(), scores, strict=True):
+        assert sequence.end is not None
+        assert sequence.end.cumulative_log_prob is not None
+        own = sequence.output.tolist()
+        assert own == tokens[num_prompt : num_prompt + len(own)], (request, search)
+        assert set(tokens[num_prompt + len(own) :]) <= {PAD}
+        assert sequence.end.cumulative_log_prob / len(own) ** search["length_penalty"] == pytest.approx(
+            score,
+            abs=BOUND,
+            rel=1e-4,  # the score is a sum of many log probabilities, whose rounding errors add up
+        )
+    return made.sequences
+
+
 def test_sequences_and_scores_equal_those_of_transformers(
     runner: ModelRunner, transformers_model: Any, prompts: list[list[int]], end_ids: tuple[int, ...]
 ) -> None:
     """All prompts and searches run here in one batch, whereas transformers runs them one at a time."""
-    # There are one or two prompts for each search, and two searches for each prompt.
-    cases = [(prompts[i % 3], SEARCHES[i % 4]) for i in range(6)]
-    found = CoreWithRunners(runner, end_ids).run([request_of(i, *case) for i, case in enumerate(cases)])
+    requests = [request_of(i, prompts[i % 3], search) for i, search in enumerate(SEARCHES)]
     num_ended = 0
-    for (prompt, search), request in zip(cases, found, strict=True):
-        with torch.inference_mode():
-            expected = transformers_model.generate(
-                torch.tensor([prompt]),
-                num_beams=search["beam_width"],
-                length_penalty=search["length_penalty"],
-                early_stopping=EARLY_STOPPING[search["early_stopping"]],
-                num_return_sequences=search.get("num_return_sequences", 1),
-                max_new_tokens=MAX_TOKENS,
-                eos_token_id=list(end_ids),
-                pad_token_id=PAD,
-                do_sample=False,
-                return_dict_in_generate=True,
-                output_scores=True,
-            )
-        scores = expected.sequences_scores.tolist()
-        for sequence, tokens, score in zip(request.sequences, expected.sequences.tolist(), scores, strict=True):
-            assert sequence.end is not None
-            assert sequence.end.cumulative_log_prob is not None
-            own = sequence.output.tolist()
-            length = len(own)
-            assert sequence.end.cumulative_log_prob / length ** search["length_penalty"] == pytest.approx(
-                score,
-                abs=BOUND,
-                rel=1e-4,  # the score is a sum of many log probabilities, whose rounding errors add up
-            )
-            assert own == tokens[len(prompt) : len(prompt) + length]
-            assert set(tokens[len(prompt) + length :]) <= {PAD}
-            num_ended += sequence.end.stop_token_id is not None
+    found = CoreWithRunners(runner, end_ids).run(requests)
+    for made, request, search in zip(found, requests, SEARCHES, strict=True):
+        expected = expected_of(transformers_model, request, search, end_ids)
+        sequences = check_search(made, request, search, expected)
+        num_ended += sum(sequence.end is not None and sequence.end.stop_token_id is not None for sequence in sequences)
     assert num_ended > 2
 
 
-# None of them is found in a text that begins in the prompt, where transformers looks too.
-STOP_WORDS = (["\n"], [" the"], ["e s", "1, 2"], ["y of F", "3,", "o"])
-
-
-def stop_word_requests(prompts: list[list[int]]) -> list[pb.GenerateRequest]:
-    """Return a request for each prompt and list of stop words, with the searches in turn."""
-    cases = [(prompt, words) for prompt in prompts for words in STOP_WORDS]
-    requests = [request_of(i, prompt, SEARCHES[i % 4]) for i, (prompt, _) in enumerate(cases)]
-    for request, (_, words) in zip(requests, cases, strict=True):
-        request.max_tokens = 12
-        request.stopping.stop_words.extend(words)
-    return requests
+# For each search, the index of a prompt and stop words, which end within a token, at its end, or span two. None of them
+# is found in a text that begins in the prompt, where transformers looks too. Transformers prepares each list slowly.
+STOP_WORDS = [(1, ["\n", "e s", "3,"]), (2, ["\n", "e s", "3,"]), (2, [" the", "hit"]), (0, ["\n", "e s", "3,"])]
 
 
 def test_beams_end_at_stop_words_as_in_transformers(
     runner: ModelRunner, transformers_model: Any, prompts: list[list[int]], folder: ModelFolder
 ) -> None:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder.path / "tokenizer.json"))
-    requests = stop_word_requests(prompts)
+    requests = []
+    for number, (search, (prompt, words)) in enumerate(zip(SEARCHES, STOP_WORDS, strict=True)):
+        requests.append(request_of(number, prompts[prompt], search))
+        requests[-1].stopping.stop_words.extend(words)
     num_stopped = 0
-    for made, request in zip(CoreWithRunners(runner, folder.end_ids).run(requests), requests, strict=True):
-        prompt, search = request.token_ids.values[:], SEARCHES[int(made.request_id[1:]) % 4]
-        with torch.inference_mode():
-            expected = transformers_model.generate(
-                torch.tensor([prompt]),
-                num_beams=search["beam_width"],
-                length_penalty=search["length_penalty"],
-                early_stopping=EARLY_STOPPING[search["early_stopping"]],
-                num_return_sequences=search.get("num_return_sequences", 1),
-                max_new_tokens=request.max_tokens,
-                eos_token_id=list(folder.end_ids),
-                pad_token_id=PAD,
-                do_sample=False,
-                stop_strings=list(request.stopping.stop_words),
-                tokenizer=tokenizer,
-                return_dict_in_generate=True,
-                output_scores=True,
-            )
-        found = [sequence.output.tolist() for sequence in made.sequences]
-        assert len(set(map(tuple, found))) == len(found)
-        scores = expected.sequences_scores.tolist()
-        for sequence, tokens, score in zip(made.sequences, expected.sequences.tolist(), scores, strict=True):
-            assert sequence.end is not None
-            assert sequence.end.cumulative_log_prob is not None
-            own = sequence.output.tolist()
-            assert own == tokens[len(prompt) : len(prompt) + len(own)], (request.stopping.stop_words, search)
-            assert set(tokens[len(prompt) + len(own) :]) <= {PAD}
-            assert sequence.end.cumulative_log_prob == pytest.approx(
-                score * len(own) ** search["length_penalty"], abs=BOUND, rel=1e-4
-            )
-            if sequence.end.stop_word:
-                assert sequence.end.stop_word in tokenizer.decode(own)
-                assert sequence.end.stop_word not in tokenizer.decode(own[:-1])
-            num_stopped += bool(sequence.end.stop_word)
-    assert num_stopped > 6
+    found = CoreWithRunners(runner, folder.end_ids).run(requests)
+    for made, request, search in zip(found, requests, SEARCHES, strict=True):
+        words = list(request.stopping.stop_words)
+        expected = expected_of(
+            transformers_model, request, search, folder.end_ids, stop_strings=words, tokenizer=tokenizer
+        )
+        sequences = check_search(made, request, search, expected)
+        assert len({tuple(sequence.output) for sequence in sequences}) == len(sequences)
+        for sequence in sequences:
+            if sequence.end is not None and sequence.end.stop_word:
+                assert sequence.end.stop_word in tokenizer.decode(sequence.output.tolist())
+                assert sequence.end.stop_word not in tokenizer.decode(sequence.output.tolist()[:-1])
+                num_stopped += 1
+    assert num_stopped > 3
 
 
 class Sequences(transformers.StoppingCriteria):  # type: ignore[misc]  # transformers has no types
@@ -181,41 +166,25 @@ def test_beams_end_at_stop_sequences_as_in_transformers(
     runner: ModelRunner, transformers_model: Any, prompts: list[list[int]], folder: ModelFolder
 ) -> None:
     num_stopped = 0
-    for number in range(12):
-        prompt, search = prompts[number % 3], SEARCHES[number % 4]
-        system = CoreWithRunners(runner, folder.end_ids)
-        (whole,) = system.run([request_of(100 + number, prompt, search)])
-        tokens = whole.sequences[0].output.tolist()
+    system = CoreWithRunners(runner, folder.end_ids)
+    plain = [request_of(100 + number, prompts[number % 3], search) for number, search in enumerate(SEARCHES)]
+    for number, (whole, search) in enumerate(zip(system.run(plain), SEARCHES, strict=True)):
+        request = request_of(number, prompts[number % 3], search)
+        prompt, tokens = request.token_ids.values[:], whole.sequences[0].output.tolist()
         # The last one begins in the prompt, and the second ends like the first.
         choices = [tokens[2:4], tokens[1:4], tokens[3:6], [*prompt[-1:], *tokens[:1]]]
-        criteria = Sequences(choices[number // 3 :])
-        request = request_of(number, prompt, search)
-        request.max_tokens = 12
-        request.stopping.stop_word_token_ids.extend(pb.TokenIds(values=ids) for ids in choices[number // 3 :])
+        criteria = Sequences(choices[number:])
+        request.stopping.stop_word_token_ids.extend(pb.TokenIds(values=ids) for ids in choices[number:])
         (made,) = system.run([request])
-        with torch.inference_mode():
-            expected = transformers_model.generate(
-                torch.tensor([prompt]),
-                num_beams=search["beam_width"],
-                length_penalty=search["length_penalty"],
-                early_stopping=EARLY_STOPPING[search["early_stopping"]],
-                num_return_sequences=search.get("num_return_sequences", 1),
-                max_new_tokens=request.max_tokens,
-                eos_token_id=list(folder.end_ids),
-                pad_token_id=PAD,
-                do_sample=False,
-                stopping_criteria=[criteria],
-            )
-        for sequence, answer in zip(made.sequences, expected.tolist(), strict=True):
-            assert sequence.end is not None
+        expected = expected_of(transformers_model, request, search, folder.end_ids, stopping_criteria=[criteria])
+        for sequence in check_search(made, request, search, expected):
             own = sequence.output.tolist()
-            assert own == answer[len(prompt) : len(prompt) + len(own)], (number, choices)
-            assert set(answer[len(prompt) + len(own) :]) <= {PAD}
             is_stopped = criteria.end(prompt + own)
             is_complete = not is_stopped and own[-1] not in folder.end_ids
+            assert sequence.end is not None
             assert sequence.end.reason is (FinishReason.LENGTH if is_complete else FinishReason.STOP)
             num_stopped += is_stopped
-    assert num_stopped > 6
+    assert num_stopped > 2
 
 
 def test_beams_are_the_same_alone_paused_moved_and_recovered(
@@ -282,9 +251,12 @@ def test_prompt_outputs_are_reported_once_despite_losses(
     assert contents(system.core.lifecycle.requests["again"]) == expected
 
 
+REPORTED: dict[str, Any] = {"beam_width": 3, "num_return_sequences": 3, "length_penalty": 1.0, "early_stopping": 1}
+
+
 def reported(number: int, prompt: list[int], **search: Any) -> pb.GenerateRequest:
     """Return a beam-search request that asks for every reportable output."""
-    request = request_of(number, prompt, {"beam_width": 3, "num_return_sequences": 3, "length_penalty": 1.0} | search)
+    request = request_of(number, prompt, REPORTED | search)
     request.output.log_probs = 4
     request.output.prompt_log_probs = 2
     request.output.return_context_logits = True
@@ -294,34 +266,21 @@ def reported(number: int, prompt: list[int], **search: Any) -> pb.GenerateReques
     return request
 
 
-def expected_way(model: Any, prompt: list[int], end_ids: tuple[int, ...], **settings: Any) -> Any:
+def expected_way(model: Any, request: pb.GenerateRequest, end_ids: tuple[int, ...], **more: Any) -> Any:
     """Return the result of beam search in transformers, with the logits and hidden states of each step."""
-    with torch.inference_mode():
-        return model.generate(
-            torch.tensor([prompt]),
-            num_beams=3,
-            num_return_sequences=3,
-            length_penalty=1.0,
-            early_stopping=True,
-            eos_token_id=list(end_ids),
-            pad_token_id=PAD,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_scores=True,
-            output_logits=True,
-            output_hidden_states=True,
-            **{"max_new_tokens": MAX_TOKENS} | settings,
-        )
+    outputs = {"output_logits": True, "output_hidden_states": True}
+    return expected_of(model, request, REPORTED, end_ids, **outputs, **more)
 
 
 def test_beam_outputs_equal_those_of_transformers_along_each_path(
     runner: ModelRunner, transformers_model: Any, prompts: list[list[int]], end_ids: tuple[int, ...]
 ) -> None:
     """A token's logits are those of the beam that it extended, not of the row in which the beam ended."""
-    found = CoreWithRunners(runner, end_ids).run([reported(i, prompt) for i, prompt in enumerate(prompts)])
+    requests = [reported(i, prompt) for i, prompt in enumerate(prompts)]
     num_parted = 0
-    for prompt, request in zip(prompts, found, strict=True):
-        expected = expected_way(transformers_model, prompt, end_ids)
+    for sent, request in zip(requests, CoreWithRunners(runner, end_ids).run(requests), strict=True):
+        prompt = sent.token_ids.values[:]
+        expected = expected_way(transformers_model, sent, end_ids)
         with torch.inference_mode():
             whole = transformers_model(torch.tensor([prompt]), output_hidden_states=True)
         for place, made in enumerate(contents(request)):
@@ -375,7 +334,7 @@ def test_beams_follow_a_grammar_as_those_of_transformers_do(
 ) -> None:
     """The reference is a logits processor that does not use grammars; the distribution is renormalized after it."""
     requests = []
-    for i, prompt in enumerate(prompts):
+    for i, prompt in enumerate(prompts[:2]):
         request = reported(i, prompt)
         request.guided_decoding.guide_type = pb.GUIDE_TYPE_REGEX
         request.guided_decoding.guide = "[0-9]{2,6}"
@@ -383,11 +342,11 @@ def test_beams_follow_a_grammar_as_those_of_transformers_do(
     found = CoreWithRunners(runner, folder.end_ids).run(requests)
     tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
     texts = [tokenizer.decode([token]) for token in range(folder.vocab_size)]
-    for prompt, made_request in zip(prompts, found, strict=True):
+    for prompt, request, made_request in zip(prompts, requests, found, strict=False):
         digits = Digits(texts, len(prompt), folder.end_ids)
         expected = expected_way(
             transformers_model,
-            prompt,
+            request,
             folder.end_ids,
             logits_processor=transformers.LogitsProcessorList([digits]),
             renormalize_logits=True,

@@ -142,6 +142,30 @@ def test_a_setting_below_the_models_window_limits_attention(tmp_path: Path, name
     assert num_right(whole_model, CoreWithRunners(runner, (), max_attention_window=NARROW), made) < len(made)
 
 
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_layers_may_have_different_limits(tmp_path: Path, implementation: str) -> None:
+    """The limits are repeated: two windows for three layers are those of a model whose second layer is narrow."""
+    whole_model = make_tiny_model(tmp_path, "Gemma2", **FAMILIES["gemma2"][1] | {"layer_types": [FULL] * 3})
+    narrow = FAMILIES["gemma2"][1] | {"layer_types": [FULL, SLIDING, FULL], "sliding_window": NARROW}
+    config = transformers.Gemma2Config(**{**SHAPE, **narrow})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.load_state_dict(whole_model.state_dict())
+    runner = make_runner(
+        tmp_path, kv="f32", implementation=implementation, layer_attention_windows=f"500, {NARROW}", max_kv_tokens=800
+    )
+    assert runner.model.description.windows == (500, NARROW, 500)
+    made = requests()[:8]
+    assert num_right(model, CoreWithRunners(runner, ()), made) == len(made)
+    assert num_right(whole_model, CoreWithRunners(runner, ()), made) < len(made)
+
+
+@pytest.mark.parametrize("windows", ["8,x", "8,,4", "0", "9", "8,-1"])
+def test_a_window_of_a_layer_is_a_number_within_the_limit(tmp_path: Path, windows: str) -> None:
+    make_tiny_model(tmp_path, "Llama")
+    with pytest.raises(ConfigError, match="layer_attention_windows"):
+        make_runner(tmp_path, max_attention_window=8, layer_attention_windows=windows)
+
+
 class WithSinks:
     """transformers' model in float64, whose layers attend to `window` tokens: the first `num_sinks`, and the last."""
 
@@ -223,8 +247,9 @@ def test_blocks_of_another_window_are_not_taken_over(tmp_path: Path) -> None:
 
 
 def test_a_setting_above_a_layers_window_does_not_change_it() -> None:
-    assert narrowed((5, None, 16), 8) == (5, 8, 8)
-    assert narrowed((5, None, 16), 0) == (5, None, 16)
+    assert narrowed((5, None, 16), (8,)) == (5, 8, 8)
+    assert narrowed((5, None, 16), (4, 8)) == (4, 8, 4)
+    assert narrowed((5, None, 16), ()) == (5, None, 16)
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,11 @@ from midstream.executor import (
     ModelType,
     OutputConfig,
     Request,
+    RequestType,
     SamplingConfig,
     SamplingParams,
 )
+from midstream.executor.kv_cache import KVCacheCreatedData, KVCacheEvent, KVCacheStoredData
 from tests.faults.small_model import make_small_model
 
 PROMPT = [1, 2, 3, 4]
@@ -61,7 +63,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def executor(model: Path) -> Iterator[Executor]:
-    config = ExecutorConfig(2, kv_cache_config=KvCacheConfig(True, 2048), settings={"num_threads": 1})
+    cache = KvCacheConfig(True, 2048, event_buffer_max_size=1000)
+    config = ExecutorConfig(2, kv_cache_config=cache, settings={"num_threads": 1})
     config.logits_post_processor_config = LogitsPostProcessorConfig({"my_logits_pp": only_42}, only_43)
     with Executor(model, ModelType.DECODER_ONLY, config) as executor:
         yield executor
@@ -116,6 +119,51 @@ def test_penalties_count_the_prompt_and_follow_the_temperature(executor: Executo
     assert len({*other}) == 3
     repeated = SamplingConfig(frequency_penalty=-1e4)
     assert finish(executor, Request([7, 9, 9, 9], 3, sampling_config=repeated)) == [[9] * 3]
+
+
+def test_blocks_are_reported_as_they_are_stored(executor: Executor) -> None:
+    events = executor.get_kv_cache_event_manager()
+    assert events is not None
+    prompt = [5 + index % 7 for index in range(40)]
+    finish(executor, Request(prompt, 2))
+    stored: list[KVCacheEvent] = []
+    while not any(tokens_of(event)[:32] == prompt[:32] for event in stored):
+        stored += events.get_latest_events(timedelta(seconds=60))
+    created = stored[0].data
+    if stored[0].event_id == 0:
+        assert isinstance(created, KVCacheCreatedData)
+        assert created.num_blocks_per_cache_level == (128, 0)  # of 16 tokens each
+    assert [event.event_id for event in stored] == list(range(stored[0].event_id, stored[0].event_id + len(stored)))
+    # What is in the cache is not stored again; a longer prompt continues it.
+    finish(executor, Request([*prompt[:32], *range(100, 140)], 2))
+    (event,) = [item for item in events.get_latest_events(timedelta(seconds=60)) if tokens_of(item)]
+    assert isinstance(event.data, KVCacheStoredData)
+    first = next(item.data for item in stored if tokens_of(item)[:32] == prompt[:32])
+    assert isinstance(first, KVCacheStoredData)
+    assert event.data.parent_hash == first.blocks[1].block_hash
+    other = Executor.connect(executor._service.addresses)  # type: ignore[union-attr]
+    with other:
+        assert other.get_kv_cache_event_manager() is None
+
+
+def tokens_of(event: KVCacheEvent) -> list[int]:
+    if not isinstance(event.data, KVCacheStoredData):
+        return []
+    return [token.token_id for block in event.data.blocks for token in block.tokens]
+
+
+def test_the_phases_of_a_request_run_one_after_the_other(executor: Executor) -> None:
+    (whole,) = finish(executor, Request(PROMPT, 6))
+    first = Request(PROMPT, 6, type=RequestType.REQUEST_TYPE_CONTEXT_ONLY, output_config=EXCLUDED)
+    (response,) = executor.await_responses(executor.enqueue_request(first), timedelta(seconds=60))
+    params = response.result.context_phase_params
+    assert params is not None
+    assert list(params.first_gen_tokens) == whole[:1] == response.result.output_token_ids[0]
+    second = Request(PROMPT, 6, type=RequestType.REQUEST_TYPE_GENERATION_ONLY, context_phase_params=params)
+    assert finish(executor, second) == [whole]
+    params.first_gen_tokens = [whole[0] + 1]
+    (failed,) = executor.await_responses(executor.enqueue_request(second), timedelta(seconds=60))
+    assert "the output begins with" in failed.error_msg
 
 
 def test_lora_weights_as_tensors_equal_the_folder(executor: Executor, tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from midstream.chunk import Chunk, FinishReason
 from midstream.errors import InvalidArgumentError, UnsupportedError
@@ -405,7 +407,7 @@ def test_without_an_end_id_nothing_ends_a_sequence(end_id: int | None) -> None:
         ("encoder_input_token_ids", {"encoder_input_token_ids": [1]}),
         ("position_ids", {"position_ids": [0, 2]}),
         ("eagle_config", {"eagle_config": EagleConfig()}),
-        ("request_type", {"type": RequestType.REQUEST_TYPE_CONTEXT_ONLY}),
+        ("request_type", {"type": RequestType.REQUEST_TYPE_CONTEXT_ONLY, "num_return_sequences": 2}),
         ("transfer_mode", {"kv_cache_retention_config": KvCacheRetentionConfig(transfer_mode=KvCacheTransferMode.GDS)}),
         ("stop_words", {"stop_words": ["a"]}),
         ("max_tokens", {"max_tokens": 0}),
@@ -436,8 +438,9 @@ def test_guides() -> None:
     for wrong in ({}, {"regex": "a", "json_object": True}, {"json": {"a": object()}}, {"guide_type": kinds.REGEX}):
         with pytest.raises(InvalidArgumentError, match="guide"):
             GuidedDecodingParams(**wrong)
-    with pytest.raises(UnsupportedError, match="guide_type"):
-        GuidedDecodingParams(kinds.STRUCTURAL_TAG, "{}").to_proto()
+    tag = GuidedDecodingParams(structural_tag={"format": {"type": "any_text"}})
+    assert tag == GuidedDecodingParams(kinds.STRUCTURAL_TAG, '{"format": {"type": "any_text"}}')
+    assert tag.to_proto() == pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_STRUCTURAL_TAG, guide=tag.guide or "")
 
 
 def test_tensors_of_the_batch_manager() -> None:
@@ -542,3 +545,20 @@ def test_the_prompts_logits_are_in_each_result() -> None:
     results = stream.add(first)
     assert [result.sequence_index for result in results] == [1, 0]
     assert all(result.context_logits.shape == (2, 1) for result in results)  # type: ignore[union-attr]
+
+
+def test_images_are_files_or_images_of_pillow() -> None:
+    image = Image.new("RGB", (3, 2), (10, 20, 30))
+    params = MultimodalParams({"image": [b"GIF89a", image]})
+    request = GenerationRequest("<image> and <image>", multimodal_params=params).to_proto()
+    assert request.prompt == "<image> and <image>"
+    assert request.images[0].data == b"GIF89a"
+    with Image.open(BytesIO(request.images[1].data)) as found:
+        assert (found.format, found.size, found.getpixel((0, 0))) == ("PNG", (3, 2), (10, 20, 30))
+    one = GenerationRequest("<image>", multimodal_params=MultimodalParams({"image": b"GIF89a"})).to_proto()
+    assert [item.data for item in one.images] == [b"GIF89a"]
+    for data in ({"image": "cat.png"}, {"image": [3]}):
+        with pytest.raises(InvalidArgumentError, match="multimodal_params"):
+            GenerationRequest("<image>", multimodal_params=MultimodalParams(data)).to_proto()
+    with pytest.raises(UnsupportedError, match="audio"):
+        GenerationRequest("<image>", multimodal_params=MultimodalParams({"audio": b""})).to_proto()

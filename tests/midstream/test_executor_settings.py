@@ -13,7 +13,6 @@ from midstream.config import KNOWN_SETTINGS
 from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
 from midstream.executor import (
     BatchingType,
-    CacheTransceiverConfig,
     CapacitySchedulerPolicy,
     CommunicationMode,
     CommunicationType,
@@ -41,6 +40,18 @@ from midstream.executor import (
 )
 from midstream.executor.engine_folder import check_vocabulary, one_tokenizer, with_tokenizer
 from midstream.executor.stats import sum_up
+
+
+def test_windows_of_layers() -> None:
+    def settings(windows: list[int] | int) -> list[str | None]:
+        found = ExecutorConfig(kv_cache_config=KvCacheConfig(max_attention_window=windows)).environment()
+        names = ("MAX_ATTENTION_WINDOW", "LAYER_ATTENTION_WINDOWS")
+        return [found.get(f"MIDSTREAM_{name}") for name in names]
+
+    assert settings([64, 64]) == ["64", None]
+    assert settings([32, 64, 48]) == ["64", "32,64,48"]
+    assert settings([]) == [None, None]
+    assert settings(64) == ["64", None]
 
 
 def test_every_section_is_a_setting_of_a_service() -> None:
@@ -109,12 +120,10 @@ def test_every_section_is_a_setting_of_a_service() -> None:
             ExecutorConfig(logits_post_processor_config=LogitsPostProcessorConfig(processor_map={"a": "m"})),
             InvalidArgumentError,
         ),
-        (ExecutorConfig(kv_cache_config=KvCacheConfig(max_attention_window=[32, 64])), UnsupportedError),
         (ExecutorConfig(kv_cache_config=KvCacheConfig(cross_kv_cache_fraction=0.5)), UnsupportedError),
         (ExecutorConfig(peft_cache_config=PeftCacheConfig(lora_prefetch_dir="/loras")), UnsupportedError),
         (ExecutorConfig(gpu_weights_percent=0.5), UnsupportedError),
         (ExecutorConfig(debug_config=DebugConfig()), UnsupportedError),
-        (ExecutorConfig(cache_transceiver_config=CacheTransceiverConfig()), UnsupportedError),
         (
             ExecutorConfig(
                 scheduler_config=SchedulerConfig(context_chunking_policy=ContextChunkingPolicy.EQUAL_PROGRESS)

@@ -13,7 +13,14 @@ import pytest
 from midstream.errors import InvalidArgumentError, NotFoundError, UnavailableError, UnsupportedError
 from midstream.model.folder import ModelFolder
 from protos import generation_pb2 as pb
-from router.pipeline.request_checks import FEATURES, check_request, check_supported, check_tensors, fit_to_context
+from router.pipeline.request_checks import (
+    FEATURES,
+    check_request,
+    check_supported,
+    check_tensors,
+    fit_to_context,
+    fit_to_tensors,
+)
 
 VOCAB = 49_152
 
@@ -214,6 +221,27 @@ def test_tensors_are_limited_by_their_size(folder: ModelFolder) -> None:
     request.output.additional_outputs.add(name="topk_logits.3")
     with pytest.raises(InvalidArgumentError):
         check_tensors(request, folder, 2 * limit + 20 * 576 * 4 + 10 * 3 * 8 - 1)
+
+
+def test_a_default_length_is_lowered_until_the_tensors_fit(folder: ModelFolder) -> None:
+    """Logits of 10 prompt tokens and of 2 sequences: 60 rows leave room for 25 tokens each."""
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(values=[1] * 10), max_tokens=8000)
+    request.sampling.num_return_sequences = 2
+    request.output.return_generation_logits = request.output.return_context_logits = True
+    limit = 60 * VOCAB * 4
+    fit_to_tensors(request, folder, limit + 1)
+    assert request.max_tokens == 25
+    check_tensors(request, folder, limit)
+    fit_to_tensors(request, folder, 1 << 40)
+    assert request.max_tokens == 25  # it is only lowered
+    request.sampling.min_tokens = 24
+    fit_to_tensors(request, folder, limit // 2)
+    assert request.max_tokens == 24
+    with pytest.raises(InvalidArgumentError):
+        check_tensors(request, folder, limit // 2)
+    plain = pb.GenerateRequest(token_ids=pb.TokenIds(values=[1] * 10), max_tokens=8000)
+    fit_to_tensors(plain, folder, 1)
+    assert plain.max_tokens == 8000
 
 
 def test_an_unknown_model_is_not_found(folder: ModelFolder) -> None:

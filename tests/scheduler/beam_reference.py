@@ -49,20 +49,25 @@ def _search(
         found.sort()
         length = len(running[0][0]) + 1
         going = []
-        for place, (_, rank, token, total) in enumerate(found[:num_considered]):
+        for place, (negative, rank, token, total) in enumerate(found[:num_considered]):
             tokens = [*running[rank][0], token]
             text = "".join(map(text_of, tokens))
             has_word = length >= min_tokens and any(word in text for word in words)
-            if (token in stops and length >= min_tokens) or has_word or length == limit:
+            if (token in stops and length >= min_tokens) or has_word or (length == limit and not rate):
                 if place < width:
-                    ended.append((tokens, total / length**penalty))
+                    ended.append((tokens, -negative / length**penalty))
             else:
                 going.append((tokens, total))
         running = going[:width]
-        ended = sorted(ended, key=lambda beam: -beam[1])[:width]
-        if not running:
+        ended = _best(ended, width)
+        assumed = limit if stopping > 1 and penalty > 0 else length
+        attainable = -found[0][0] if rate or not running else running[0][1]
+        is_full = len(ended) == width
+        if not running or (is_full and (stopping == 1 or attainable / assumed**penalty <= ended[-1][1])):
             return ended
-        if len(ended) == width:
-            assumed = limit if stopping > 1 and penalty > 0 else length
-            if stopping == 1 or running[0][1] / assumed**penalty <= ended[-1][1]:
-                return ended
+        if length == limit:
+            return _best([*ended, *((tokens, total / length**penalty) for tokens, total in running)], width)
+
+
+def _best(beams: list[tuple[list[int], float]], width: int) -> list[tuple[list[int], float]]:
+    return sorted(beams, key=lambda beam: -beam[1])[:width]

@@ -268,22 +268,90 @@ def one_step(search: BeamSearch, rng: Random) -> None:
     search.apply(search.choose(found))
 
 
+def searched(steps: list[list[list[tuple[int, float]]]], **fields: Any) -> BeamSearch:
+    """Return a search after steps with these candidates of each beam."""
+    search = BeamSearch(spec_of(stop_token_ids=STOPS, **fields))
+    for step in steps:
+        search.apply(search.choose(step))
+    return search
+
+
+# In each test, [1] has the cumulative log probability -1 and [2] has -2 after the first step.
+FIRST = [[(1, -1.0), (2, -2.0)]]
+
+
+def test_the_diversity_rate_counts_in_the_score_of_a_beam_that_a_token_ends() -> None:
+    """[2] ends with -2 - 1 + 1.5, and [1] with -1 - 2; without the rate, both have -3 and [1] is first."""
+    second = [[(999, -2.0), (3, -4.0)], [(999, -1.0), (4, -5.0)]]
+    search = searched([FIRST, second], beam_diversity_rate=1.5, length_penalty=1.0)
+    assert [(item.beam.tokens.tolist(), item.score) for item in search.ended] == [([2, 999], -0.75), ([1, 999], -1.5)]
+    assert [item.beam.cumulative for item in search.ended] == [-3.0, -3.0]
+    assert search.is_over  # as two beams have ended
+    assert searched([FIRST, second], length_penalty=1.0).ended[0].beam.tokens.tolist() == [1, 999]
+
+
+def test_the_last_step_with_a_diversity_rate_fills_up_the_running_beams() -> None:
+    """The order of the candidates is 999 of [2] (-1.5), 4 of [2] (-2), 3 of [1] (-2.5) and 5 of [1] (-2.75).
+
+    The first ends its beam with the score -1.5; 4 and 3 run on and end without the rate, with -4 and -2.5. Without a
+    rate only the first two candidates count, here 3 and 5 of [1].
+    """
+    second = [[(3, -1.5), (5, -1.75)], [(999, -1.5), (4, -2.0)]]
+    search = searched([FIRST, second], beam_diversity_rate=2.0, max_tokens=2)
+    assert search.is_over
+    assert [(item.beam.tokens.tolist(), item.score) for item in search.ended] == [([2, 999], -1.5), ([1, 3], -2.5)]
+    assert [item.is_stopped for item in search.ended] == [True, False]
+    plain = searched([FIRST, second], max_tokens=2)
+    assert [item.beam.tokens.tolist() for item in plain.ended] == [[1, 3], [1, 5]]
+
+
+# After the first step of a search of width 2, [999] has ended with -3; [1] has -1 and [2] has -4.
+ONE_ENDS = [[(1, -1.0), (999, -3.0), (2, -4.0)]]
+
+
+def test_beams_that_run_when_enough_have_ended_in_the_last_step_are_dropped() -> None:
+    """With a rate [1, 3] is dropped, although its -1.5 is better than -1.75 and -3."""
+    second = [[(3, -0.5), (999, -0.75)], [(4, -9.0)]]
+    search = searched([ONE_ENDS, second], beam_diversity_rate=1.0, max_tokens=2)
+    assert [(item.beam.tokens.tolist(), item.score) for item in search.ended] == [([1, 999], -1.75), ([999], -3.0)]
+    plain = searched([ONE_ENDS, second], max_tokens=2)
+    assert [item.beam.tokens.tolist() for item in plain.ended] == [[1, 3], [1, 999]]
+
+
+@pytest.mark.parametrize(("last", "is_over"), [(-2.0, True), (-1.5, False)])
+def test_the_best_candidate_with_the_rate_decides_whether_a_search_is_over(last: float, is_over: bool) -> None:
+    """[1, 999] ends with -2. That is also the best candidate, so that the search goes on although the running beams
+    have only -4 and -5.5. In the third step the best candidate has -4 + `last` + 3, to compare with -3.
+    """
+    second = [[(999, -1.0), (3, -3.0)], [(5, -1.5)]]
+    search = searched([ONE_ENDS, second], beam_diversity_rate=3.0, early_stopping=0)
+    assert [item.score for item in search.ended] == [-2.0, -3.0]
+    # With the rate, [2, 5] precedes [1, 3].
+    assert [(beam.tokens.tolist(), beam.cumulative) for beam in search.running] == [([2, 5], -5.5), ([1, 3], -4.0)]
+    assert not search.is_over
+    assert searched([ONE_ENDS, second], early_stopping=0).is_over
+    search.apply(search.choose([[(8, -9.0)], [(7, last)]]))
+    assert search.is_over is is_over
+
+
 @given(
     width=st.integers(2, 4),
     max_tokens=st.integers(1, 6),
     penalty=st.sampled_from([0.0, 0.7, 2.0, -0.5]),
     stopping=st.integers(0, 2),
+    rate=st.sampled_from([0.0, 0.5]),
     rng=st.randoms(use_true_random=False),
 )
 @settings(max_examples=50, deadline=None)
 def test_a_restored_search_equals_the_original(
-    width: int, max_tokens: int, penalty: float, stopping: int, rng: Random
+    width: int, max_tokens: int, penalty: float, stopping: int, rate: float, rng: Random
 ) -> None:
     spec = spec_of(
         max_tokens=max_tokens,
         beam_width=width,
         length_penalty=penalty,
         early_stopping=stopping,
+        beam_diversity_rate=rate,
         stop_token_ids=STOPS,
     )
     search = BeamSearch(spec)

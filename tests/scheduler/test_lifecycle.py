@@ -48,7 +48,7 @@ def test_a_request_too_large_for_all_workers_is_rejected_at_once() -> None:
     harness = Harness()
     harness.add_group(num_blocks=4, max_batch_size=2)
     harness.submit("large", 10, 8)  # the request needs space for 17 tokens, but there is only space for 16
-    harness.submit("wide", 2, 2, num_sequences=3)
+    harness.submit("wide", 2, 2, beam_width=3)
     harness.submit("fits", 10, 7)
     harness.run()
     harness.check_is_empty()
@@ -57,7 +57,7 @@ def test_a_request_too_large_for_all_workers_is_rejected_at_once() -> None:
     assert failures["large"] is not None
     assert "20 tokens of KV cache; the workers have 16" in failures["large"].message
     assert failures["wide"] is not None
-    assert failures["wide"].field == "sampling.num_return_sequences"
+    assert failures["wide"].field == "sampling.beam_width"
 
 
 def test_a_queued_request_past_its_deadline_is_never_run() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,12 +55,12 @@ def family_of(model_type: str) -> Family:
 
 
 def describe(
-    config: Mapping[str, Any], max_attention_window: int = 0, sink_token_length: int = 0
+    config: Mapping[str, Any], window_limits: Sequence[int] = (), sink_token_length: int = 0
 ) -> DecoderDescription:
     """Return the description of the decoder that `config` (config.json) defines.
 
     Args:
-        max_attention_window: Upper limit of the tokens that a layer attends to; 0 means the model's own limit.
+        window_limits: Upper limits of the tokens that layers attend to, as in `narrowed`; empty means the model's own.
         sink_token_length: Number of first tokens in each layer's window, which layers always attend to.
 
     Raises:
@@ -81,7 +81,7 @@ def describe(
     ]
     return replace(
         description,
-        windows=narrowed(description.windows, max_attention_window, sink_token_length),
+        windows=narrowed(description.windows, window_limits, sink_token_length),
         num_sink_tokens=sink_token_length,
         max_sequence_length=min([description.max_sequence_length, *lengths]),
     )

@@ -24,6 +24,7 @@ _GUIDE_TYPES = {
     "json_schema": pb.GUIDE_TYPE_JSON_SCHEMA,
     "regex": pb.GUIDE_TYPE_REGEX,
     "ebnf_grammar": pb.GUIDE_TYPE_EBNF_GRAMMAR,
+    "structural_tag": pb.GUIDE_TYPE_STRUCTURAL_TAG,
 }
 
 # Maximum number of rows of a batch, each of which is a request.

@@ -15,7 +15,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from typing import Any, NamedTuple
 
 from grpc.aio import ServicerContext
@@ -57,6 +57,7 @@ from router.protocols.kserve.tensors import (
     note_validation,
     parse_inputs,
 )
+from router.protocols.openai.structural_tags import replace_structural_tag
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +80,9 @@ class _Key(NamedTuple):
 class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     """Implements protos/kserve.proto. The model is served under its own name and as `ensemble`."""
 
-    def __init__(self, front: FrontDoor) -> None:
-        self._front = front
+    def __init__(self, front: FrontDoor, tokens: Mapping[str, int]) -> None:
+        """`tokens` are the markers of the model's format that are a single token, with the token's id."""
+        self._front, self._tokens = front, tokens
         self._model = front.runner.model
         self._prompts = front.runner.prompts
         self._slots = StreamSlots()
@@ -277,9 +279,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             return responses.put(pieces.make(tensors, is_final=False))
 
         with naming_tensors(inputs.keys() | named), self._front.keep_alives.keep(beat) as stream:
-            native = await native_request(inputs, index, rows, self._prompts, named)
-            native.priority = parameters.priority
-            _name(native, key, index, rows)
+            native = await self._native(inputs, index, rows, named, parameters, key)
             async with await self._front.start(native, timeout_s, key.text if key else "") as output:
                 while not output.is_final:
                     for chunk in await output.take():
@@ -306,9 +306,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> Result:
         named = {item.name for item in request.outputs}
         with naming_tensors(inputs.keys() | named):
-            native = await native_request(inputs, index, rows, self._prompts, named)
-            native.priority = parameters.priority
-            _name(native, key, index, rows)
+            native = await self._native(inputs, index, rows, named, parameters, key)
             result = Result(native.request_id)
             async with await self._front.start(native, timeout_s, key.text if key else "") as output:
                 while not output.is_final:
@@ -316,6 +314,21 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                         result.add(chunk)
             output.raise_unfinished()
         return result
+
+    async def _native(
+        self,
+        inputs: Mapping[str, InputTensor],
+        index: int,
+        rows: int,
+        outputs: Collection[str],
+        parameters: Parameters,
+        key: _Key | None,
+    ) -> generation_pb2.GenerateRequest:
+        native = await native_request(inputs, index, rows, self._prompts, outputs)
+        replace_structural_tag(native, self._tokens, "guided_decoding_guide")
+        native.priority = parameters.priority
+        _name(native, key, index, rows)
+        return native
 
     def _check(self, request: pb.ModelInferRequest) -> Parameters:
         self._check_model(request.model_name, request.model_version)

@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
+from protos import generation_pb2 as pb
 from router.parsers.guides import Speller, json_term
+from router.pipeline.request_checks import MAX_GUIDE_CHARACTERS
 from router.protocols.long_json import parse_long_json
 from router.protocols.openai.body import Body
 
@@ -41,6 +43,20 @@ def structural_grammar(body: Body, tokens: Mapping[str, int]) -> str:
     for path, _ in body.unread():
         raise InvalidArgumentError("is not known", field=path)
     return "\n".join([f"start: {term}", *writer.rules])
+
+
+def replace_structural_tag(request: pb.GenerateRequest, tokens: Mapping[str, int], field: str) -> None:
+    """Replace the structural tag of a native request, if it has one, by its grammar; `field` is its name for errors.
+
+    Raises: As in structural_grammar.
+    """
+    guided = request.guided_decoding
+    if guided.guide_type != pb.GUIDE_TYPE_STRUCTURAL_TAG:
+        return
+    if len(guided.guide) > MAX_GUIDE_CHARACTERS:
+        raise InvalidArgumentError(f"must be at most {MAX_GUIDE_CHARACTERS}", field=field)
+    guided.guide = structural_grammar(structural_body(guided.guide, field), tokens)
+    guided.guide_type = pb.GUIDE_TYPE_EBNF_GRAMMAR
 
 
 def structural_body(value: object, field: str) -> Body:

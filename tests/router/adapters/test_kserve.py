@@ -19,6 +19,7 @@ from protos import kserve_pb2, kserve_pb2_grpc
 from router.protocols.kserve import servicer
 from router.protocols.kserve.ensemble import tensor_of
 from router.protocols.kserve.parameters import Parameters, read_parameters
+from router.protocols.openai.structural_tags import structural_body, structural_grammar
 from tests.router.conftest import Cluster
 
 if TYPE_CHECKING:
@@ -301,6 +302,22 @@ async def test_two_names_of_one_parameter_have_the_same_value_or_are_refused(clu
 )
 async def test_an_error_names_the_tensor_of_the_client(cluster: Cluster, inputs: Any, name: str) -> None:
     assert (await refusal(cluster, infer_request(**inputs))).startswith(f"{name}: ")
+
+
+TAG = {"structures": [{"begin": "<a>", "schema": {"type": "integer"}, "end": "</a>"}], "triggers": ["<a"]}
+
+
+async def test_a_structural_tag_becomes_its_grammar(cluster: Cluster) -> None:
+    names = {"guided_decoding_guide_type": b"structural_tag", "guided_decoding_guide": json.dumps(TAG).encode()}
+    guided = await sent(cluster, infer_request(**{name: ("BYTES", text) for name, text in names.items()}))
+    expected = structural_grammar(structural_body(TAG, ""), {})
+    assert guided.guided_decoding == pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=expected)
+
+
+async def test_an_error_names_the_part_of_a_structural_tag(cluster: Cluster) -> None:
+    names = {"guided_decoding_guide_type": b"structural_tag", "guided_decoding_guide": b'{"triggers": 3}'}
+    message = await refusal(cluster, infer_request(**{name: ("BYTES", text) for name, text in names.items()}))
+    assert message.startswith("guided_decoding_guide.format: ")
 
 
 async def test_an_error_in_a_stream_names_the_tensor_of_the_client(cluster: Cluster) -> None:

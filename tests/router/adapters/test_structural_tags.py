@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from midstream.client import AsyncClient
+from midstream.client import Guide as ClientGuide
 from midstream.errors import InvalidArgumentError, MidstreamError, UnsupportedError
 from midstream.grammar.compile import GuideTokenizer, compile_guide, load_tokenizer
 from midstream.grammar.messages import Guide
 from midstream.model.folder import open_model_folder
+from protos import generation_pb2 as pb
 from router.protocols.openai.body import Body
 from router.protocols.openai.jobs import Vocabulary, chat_job
 from router.protocols.openai.structural_tags import structural_body, structural_grammar
 from tests.midstream.test_json_schema import accepts
+from tests.router.conftest import Cluster
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
 DAYS = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
@@ -171,19 +177,19 @@ def grammar(tag: dict[str, Any], tokens: dict[str, int] | None = None) -> str:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> GuideTokenizer:
+def vocabulary() -> GuideTokenizer:
     folder = open_model_folder("smollm2")
     return load_tokenizer(folder.path / "tokenizer.json", folder.vocab_size, list(folder.end_ids))
 
 
 @pytest.mark.parametrize(("format_", "good", "bad"), CASES)
 def test_a_structural_tag_accepts_exactly_what_it_says(
-    tokenizer: GuideTokenizer, format_: dict[str, Any], good: list[str], bad: list[str]
+    vocabulary: GuideTokenizer, format_: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
     lark = grammar({"type": "structural_tag", "format": format_})
-    matcher = compile_guide(Guide("grammar", lark), tokenizer)
-    assert [text for text in good if not accepts(tokenizer, matcher, text)] == []
-    assert [text for text in bad if accepts(tokenizer, matcher, text)] == []
+    matcher = compile_guide(Guide("grammar", lark), vocabulary)
+    assert [text for text in good if not accepts(vocabulary, matcher, text)] == []
+    assert [text for text in bad if accepts(vocabulary, matcher, text)] == []
 
 
 @pytest.mark.parametrize(("format_", "good", "bad"), CASES)
@@ -195,7 +201,7 @@ def test_xgrammar_accepts_the_same(format_: dict[str, Any], good: list[str], bad
     assert [text for text in bad if testing._is_grammar_accept_string(found, text)] == []
 
 
-def test_the_older_shape_is_that_of_triggered_tags(tokenizer: GuideTokenizer) -> None:
+def test_the_older_shape_is_that_of_triggered_tags() -> None:
     older = {"type": "structural_tag", "structures": STRUCTURES, "triggers": ["<function="]}
     assert grammar(older) == grammar({"type": "structural_tag", "format": CALLS})
 
@@ -252,6 +258,29 @@ def test_errors_name_the_part_of_a_structural_tag(tag: dict[str, Any], field: st
     with pytest.raises(error) as raised:
         grammar(tag)
     assert raised.value.field == field
+
+
+async def test_a_native_request_has_the_grammar_of_its_tag(
+    cluster: Cluster, open_client: Callable[..., AsyncClient]
+) -> None:
+    client = open_client(await cluster.add_router(await cluster.add_detokenizer()))
+    tag = {"type": "structural_tag", "format": CALLS}
+    stream = client.generate("Hi", request_id="tag", guided=ClientGuide(structural_tag=tag))
+    reading = asyncio.create_task(anext(stream))
+    await cluster.scheduler.until(lambda: cluster.scheduler.requests)
+    (script,) = cluster.scheduler.requests.values()
+    assert script.request.guided_decoding == pb.GuidedDecodingConfig(
+        guide_type=pb.GUIDE_TYPE_EBNF_GRAMMAR, guide=grammar(tag)
+    )
+    cluster.scheduler.end(script.request.request_id)
+    await reading
+    with pytest.raises(InvalidArgumentError) as raised:
+        await anext(
+            client.generate("Hi", guided=ClientGuide(structural_tag='{"format": {"type": "any_text", "other": 1}}'))
+        )
+    assert raised.value.field == "guided_decoding.guide.format.other"
+    with pytest.raises(InvalidArgumentError, match="1048576"):
+        await anext(client.generate("Hi", guided=ClientGuide(structural_tag="{" + " " * (1 << 20))))
 
 
 @pytest.mark.parametrize("value", ["{", "[]", 3])
