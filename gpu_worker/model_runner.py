@@ -31,7 +31,7 @@ from torch import Tensor
 from gpu_worker.batch.input_batch import ContextChunk, InputBatch, PreparedStep
 from gpu_worker.batch.rows import PendingTokens, Rows
 from gpu_worker.batch.staging import Copy, Readback
-from gpu_worker.batch.step import EMPTY, GREEDY, IntArray, RowLogProbs, Step, StepOutput
+from gpu_worker.batch.step import EMPTY, GREEDY, IntArray, RowLogProbs, RowTensor, Step, StepOutput
 from gpu_worker.cuda_graphs import GraphDecoder
 from gpu_worker.device_memory import WarmUpMemory, empty_cache
 from gpu_worker.features import Feature
@@ -342,14 +342,14 @@ class ModelRunner:
         errors: list[tuple[int, MidstreamError]] = []
         log_probs: tuple[RowLogProbs, ...] = ()
         candidates: dict[int, Candidates] = {}
-        reports = Reports()
+        reports, traces = Reports(), tuple[RowTensor, ...]()
         if prepared.inputs is not None:
             run_rows = rows[is_run]
             sampled, reports = run(prepared, prepared.inputs, run_rows)
             errors += reports.errors
             if sampled is not None:
                 token_ids[is_run] = sampled.token_ids
-                log_probs, candidates = sampled.log_probs, sampled.candidates
+                log_probs, candidates, traces = sampled.log_probs, sampled.candidates, sampled.traces
                 errors += [(int(run_rows[place]), error) for place, error in sampled.errors]
                 candidates, failed = self._beam_stops.find(run_rows, candidates)
                 errors += failed
@@ -382,7 +382,7 @@ class ModelRunner:
             answer.errors,
             time.perf_counter() - started,
             reports.prompt_log_probs,
-            reports.tensors,
+            reports.tensors + traces,
             answer.num_tokens,
             answer.candidate_log_probs,
             answer.num_drafts,

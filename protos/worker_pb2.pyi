@@ -769,6 +769,7 @@ class AddSequence(google.protobuf.message.Message):
     PROMPT_TABLE_FIELD_NUMBER: builtins.int
     TRACE_PARENT_FIELD_NUMBER: builtins.int
     BEAM_STOP_WORDS_FIELD_NUMBER: builtins.int
+    NUM_GIVEN_TOKENS_FIELD_NUMBER: builtins.int
     row: builtins.int
     request_id: builtins.str
     sequence_index: builtins.int
@@ -781,6 +782,8 @@ class AddSequence(google.protobuf.message.Message):
     """
     trace_parent: builtins.str
     """As in GenerateRequest."""
+    num_given_tokens: builtins.int
+    """Number of the tokens after the prompt that the request gave (GenerateRequest.continuation); tensors begin after them."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -831,9 +834,10 @@ class AddSequence(google.protobuf.message.Message):
         prompt_table: builtins.str = ...,
         trace_parent: builtins.str = ...,
         beam_stop_words: global___BeamStopWords | None = ...,
+        num_given_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["beam_stop_words", b"beam_stop_words", "guided_decoding", b"guided_decoding", "lora", b"lora", "output", b"output", "prompt_tuning", b"prompt_tuning", "sampling", b"sampling", "speculative", b"speculative"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bad_words", b"bad_words", "beam_stop_words", b"beam_stop_words", "block_ids", b"block_ids", "client_id", b"client_id", "end_ids", b"end_ids", "guided_decoding", b"guided_decoding", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "num_prompt_tokens", b"num_prompt_tokens", "output", b"output", "prompt_table", b"prompt_table", "prompt_tuning", b"prompt_tuning", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "sequence_index", b"sequence_index", "speculative", b"speculative", "token_ids", b"token_ids", "trace_parent", b"trace_parent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bad_words", b"bad_words", "beam_stop_words", b"beam_stop_words", "block_ids", b"block_ids", "client_id", b"client_id", "end_ids", b"end_ids", "guided_decoding", b"guided_decoding", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "num_given_tokens", b"num_given_tokens", "num_prompt_tokens", b"num_prompt_tokens", "output", b"output", "prompt_table", b"prompt_table", "prompt_tuning", b"prompt_tuning", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "sequence_index", b"sequence_index", "speculative", b"speculative", "token_ids", b"token_ids", "trace_parent", b"trace_parent"]) -> None: ...
 
 global___AddSequence = AddSequence
 

@@ -90,6 +90,7 @@ class OutputParams:
         hidden_states: (layer, whether to include the prompt); layer 0 is the embeddings.
         topk_logits: (number of highest logits, whether to include the prompt).
         token_logits: (token ids whose logits to report, whether to include the prompt).
+        sampling: For each `sampling.K` to report, K.
         probes: (name of an output probe, whether to include the prompt).
     """
 
@@ -99,6 +100,7 @@ class OutputParams:
     hidden_states: tuple[tuple[int, bool], ...] = ()
     topk_logits: tuple[tuple[int, bool], ...] = ()
     token_logits: tuple[tuple[tuple[int, ...], bool], ...] = ()
+    sampling: tuple[int, ...] = ()
     probes: tuple[tuple[str, bool], ...] = ()
 
     @property
@@ -149,6 +151,7 @@ class NewSequence:
 
     Attributes:
         token_ids: [num_tokens]; the first num_prompt_tokens are the prompt.
+        num_given_tokens: Number of output tokens that the request gave; tensors begin after them.
         block_ids: The first entries of the block table.
         prompt: The prompt adapter, if any; token ids from the vocabulary size on index its table.
         prompt_table: A table sent with the request instead of a prompt adapter, float32 [num_virtual_tokens,
@@ -160,6 +163,7 @@ class NewSequence:
     row: int
     token_ids: IntArray
     num_prompt_tokens: int
+    num_given_tokens: int = 0
     block_ids: IntArray = field(default_factory=lambda: EMPTY)
     sampling: SamplingParams = GREEDY
     outputs: OutputParams = NOTHING

@@ -165,11 +165,13 @@ def _encode_added(added: AddedSequence, message: worker_pb2.AddSequence) -> None
     request = generation_pb2.GenerateRequest.FromString(spec.payload)
     message.row = added.row
     message.request_id = spec.request_id
-    message.sequence_index = sequence.index
+    # At most one sequence has a continuation, so that its index is 0 here.
+    message.sequence_index = sequence.index + request.continuation.sequence_index
     message.token_ids.extend(spec.prompt)
     if added.num_output_tokens:
         message.token_ids.extend(sequence.output[: added.num_output_tokens])
-    message.num_prompt_tokens = len(spec.prompt)
+    message.num_given_tokens = request.continuation.num_output_tokens
+    message.num_prompt_tokens = len(spec.prompt) - message.num_given_tokens
     message.block_ids.extend(added.block_ids)
     message.sampling.CopyFrom(request.sampling)
     message.end_ids.extend(sorted(spec.stop_token_ids))
