@@ -255,7 +255,7 @@ class Sampler:
         candidates: dict[int, Candidates],
         traces: list[RowTensor],
     ) -> IntArray:
-        """Return the tokens at `places`, chosen from a modified copy of these rows; add errors, candidates and traces."""
+        """Return the tokens at `places`, chosen from a modified copy of these rows; add errors, candidates, traces."""
         rows = rows[places]
         raw = logits[torch.from_numpy(places).to(logits.device)]
         logits, failed = raw.clone(), dict[int, MidstreamError]()

@@ -246,8 +246,8 @@ def check_supported(request: pb.GenerateRequest, features: frozenset[str] | None
     for item in probes:
         if item.name not in widths:
             raise InvalidArgumentError(
-                "must be hidden_states.LAYER, topk_logits.K, token_logits.ID.ID..., sampling.K, or an output probe of the "
-                "workers",
+                "must be hidden_states.LAYER, topk_logits.K, token_logits.ID.ID..., sampling.K, or an output probe of "
+                "the workers",
                 field="output.additional_outputs.name",
             )
         item.probe_width = widths[item.name]

@@ -79,7 +79,9 @@ def spec_from_proto(
         stop_token_ids=frozenset(stop_ids(request, limits)),
         stop_sequences=tuple(tuple(word.values) for word in request.stopping.stop_word_token_ids),
         # A completed grammar overrides min_tokens, so that a stop token then ends the sequence.
-        min_tokens=0 if request.HasField("guided_decoding") else sampling.min_tokens,
+        min_tokens=0
+        if request.HasField("guided_decoding")
+        else max(sampling.min_tokens - request.continuation.num_output_tokens, 0),
         stop_words=tuple(request.stopping.stop_words) if sampling.beam_width > 1 else (),
         beam_width=sampling.beam_width or 1,
         beam_diversity_rate=sampling.beam_search_diversity_rate,

@@ -1,4 +1,4 @@
-"""The output `sampling.K` states how each token was chosen, with the same bits in a run that continues at that token."""
+"""The output `sampling.K` states how each token was chosen, with equal bits in a run that continues at that token."""
 
 from __future__ import annotations
 
