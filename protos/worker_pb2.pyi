@@ -615,6 +615,7 @@ class StepBatch(google.protobuf.message.Message):
     RETAINED_PRIORITIES_FIELD_NUMBER: builtins.int
     RETAINED_MS_FIELD_NUMBER: builtins.int
     AHEAD_HASHES_FIELD_NUMBER: builtins.int
+    REPORTS_DIGESTS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     step_id: builtins.int
     """1, 2, 3, … within an epoch. A gap or a repetition means that messages were lost or duplicated."""
@@ -623,6 +624,8 @@ class StepBatch(google.protobuf.message.Message):
     the previous step, minus released_rows, plus generation_rows; otherwise only generation_rows. The rows are in
     ascending order.
     """
+    reports_digests: builtins.bool
+    """Whether to report logit_digests."""
     @property
     def released_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -737,8 +740,9 @@ class StepBatch(google.protobuf.message.Message):
         retained_priorities: collections.abc.Iterable[builtins.int] | None = ...,
         retained_ms: collections.abc.Iterable[builtins.int] | None = ...,
         ahead_hashes: collections.abc.Iterable[builtins.int] | None = ...,
+        reports_digests: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["add_sequences", b"add_sequences", "adopted_blocks", b"adopted_blocks", "adopted_hashes", b"adopted_hashes", "ahead_hashes", b"ahead_hashes", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "hashed_blocks", b"hashed_blocks", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeat_generation", b"repeat_generation", "retained_hashes", b"retained_hashes", "retained_ms", b"retained_ms", "retained_priorities", b"retained_priorities", "step_id", b"step_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["add_sequences", b"add_sequences", "adopted_blocks", b"adopted_blocks", "adopted_hashes", b"adopted_hashes", "ahead_hashes", b"ahead_hashes", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "hashed_blocks", b"hashed_blocks", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeat_generation", b"repeat_generation", "reports_digests", b"reports_digests", "retained_hashes", b"retained_hashes", "retained_ms", b"retained_ms", "retained_priorities", b"retained_priorities", "step_id", b"step_id"]) -> None: ...
 
 global___StepBatch = StepBatch
 
@@ -925,6 +929,7 @@ class StepResult(google.protobuf.message.Message):
     NUM_DRAFTS_FIELD_NUMBER: builtins.int
     MISSING_BLOCKS_FIELD_NUMBER: builtins.int
     CANDIDATE_STOP_WORDS_FIELD_NUMBER: builtins.int
+    LOGIT_DIGESTS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     step_id: builtins.int
     forward_us: builtins.int
@@ -964,6 +969,12 @@ class StepResult(google.protobuf.message.Message):
         0 if it completes none. Empty means that none does.
         """
 
+    @property
+    def logit_digests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """If asked for: a digest of the logits (float32, before they are changed) of each sampled row, 0 for rows that failed.
+        Equal logits have equal digests: the first 8 bytes, little-endian, of BLAKE2b with a digest of 8 bytes.
+        """
+
     def __init__(
         self,
         *,
@@ -981,8 +992,9 @@ class StepResult(google.protobuf.message.Message):
         num_drafts: collections.abc.Iterable[builtins.int] | None = ...,
         missing_blocks: collections.abc.Iterable[builtins.int] | None = ...,
         candidate_stop_words: collections.abc.Iterable[builtins.int] | None = ...,
+        logit_digests: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["candidate_log_probs", b"candidate_log_probs", "candidate_stop_words", b"candidate_stop_words", "epoch", b"epoch", "errors", b"errors", "forward_us", b"forward_us", "missing_blocks", b"missing_blocks", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_tokens", b"num_tokens", "outputs", b"outputs", "step_id", b"step_id", "token_ids", b"token_ids", "waiting_us", b"waiting_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["candidate_log_probs", b"candidate_log_probs", "candidate_stop_words", b"candidate_stop_words", "epoch", b"epoch", "errors", b"errors", "forward_us", b"forward_us", "logit_digests", b"logit_digests", "missing_blocks", b"missing_blocks", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_tokens", b"num_tokens", "outputs", b"outputs", "step_id", b"step_id", "token_ids", b"token_ids", "waiting_us", b"waiting_us"]) -> None: ...
 
 global___StepResult = StepResult
 

@@ -215,6 +215,7 @@ class Step:
     draft_limits: IntArray = field(default_factory=lambda: EMPTY)
     adopted_blocks: IntArray = field(default_factory=lambda: EMPTY)
     adopted_hashes: HashArray = field(default_factory=lambda: NO_HASHES)
+    reports_digests: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +272,7 @@ class StepOutput:
         errors: (row, error) of rows whose token is invalid.
         prompt_log_probs, tensors: Additional outputs of rows.
         missing_blocks: Blocks to adopt whose contents were not found.
+        logit_digests: A digest of each sampled row's logits, as in StepResult; empty unless asked for.
         is_whole: Whether the whole step was computed; False if a context chunk was left out because its row has failed.
     """
 
@@ -285,4 +287,5 @@ class StepOutput:
     num_drafts: tuple[int, ...] = ()
     missing_blocks: tuple[int, ...] = ()
     candidate_stop_words: tuple[int, ...] = ()
+    logit_digests: tuple[int, ...] = ()
     is_whole: bool = True

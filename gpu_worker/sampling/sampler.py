@@ -9,6 +9,7 @@ that are not finite, and then again with the modified ones. No result depends on
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +57,7 @@ class Sampled:
         errors: (place, error) of rows without a valid token; their token is 0.
         log_probs: Log probabilities of the rows that request them.
         candidates: Candidates of beam rows, by place; these rows' tokens are invalid.
+        digests: Digests of the rows' logits, if asked for.
         traces: How the tokens of the rows that ask for it were chosen.
     """
 
@@ -64,6 +66,7 @@ class Sampled:
     log_probs: tuple[RowLogProbs, ...]
     candidates: dict[int, Candidates] = field(default_factory=dict)
     traces: tuple[RowTensor, ...] = ()
+    digests: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -374,6 +377,12 @@ class Sampler:
                 strict=True,
             )
         )
+
+
+def digests_of(logits: Tensor) -> tuple[int, ...]:
+    """Return the digest of each row of `logits`, as specified in protos/worker.proto (StepResult)."""
+    rows = np.ascontiguousarray(logits.float().cpu().numpy())
+    return tuple(int.from_bytes(hashlib.blake2b(row.data, digest_size=8).digest(), "little") for row in rows)
 
 
 def _all(rows: IntArray) -> IntArray:

@@ -99,6 +99,8 @@ def encode_result(epoch: int, step_id: int, output: StepOutput, waiting_s: float
     if output.candidate_log_probs:
         result.candidate_log_probs.extend(output.candidate_log_probs)
         result.candidate_stop_words.extend(output.candidate_stop_words)
+    if output.logit_digests:
+        result.logit_digests.extend(output.logit_digests)
     if output.missing_blocks:
         result.missing_blocks.extend(output.missing_blocks)
     for row, error in output.errors:
@@ -226,4 +228,5 @@ _STEP_FIELDS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "draft_limits": ("draft_limits", _ints),
     "adopted_blocks": ("adopted_blocks", _ints),
     "adopted_hashes": ("adopted_hashes", _hashes),
+    "reports_digests": ("reports_digests", bool),
 }

@@ -144,7 +144,7 @@ class TimeLine:
     def _note_plan(self, event: Event, plan: StepPlan) -> None:
         for added in plan.added:
             request = added.sequence.request
-            if request.request_id == self.request_id and added.sequence.index == self.sequence:
+            if request.request_id == self.request_id and not request.is_check and added.sequence.index == self.sequence:
                 known = len(request.spec.prompt) + added.num_output_tokens
                 starts = dict(zip(plan.context_rows, plan.context_starts, strict=True))
                 num_cached = starts.get(added.row, 0)

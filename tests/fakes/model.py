@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from protos import generation_pb2, worker_pb2
 
@@ -85,6 +86,7 @@ class FakeModel:
         fail_token: A row whose prompt contains this token fails.
         checks: Whether to verify the KV cache in each step.
         followers: For some tokens, the token that follows instead of the next number.
+        digest_shift: Added to the digests of logits, which are the sampled tokens.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class FakeModel:
         self.attention_window = attention_window
         self.sink_token_length = sink_token_length
         self.followers: dict[int, int] = {}
+        self.digest_shift = 0
         self.num_context_tokens = 0
         self.num_steps = 0
         self.rows: dict[int, Row] = {}
@@ -147,6 +150,9 @@ class FakeModel:
                 count += self._accept(row, row_number, limits[row_number], tokens, result)
             counts.append(count)
         result.token_ids.extend(tokens)
+        if batch.reports_digests:
+            ends = accumulate(counts)
+            result.logit_digests.extend(tokens[end - 1] + self.digest_shift if end else 0 for end in ends)
         if any(count != 1 for count in counts):
             result.num_tokens.extend(counts)
         if limits:
