@@ -3,9 +3,9 @@
 1. A step is picked when it is planned (`WorkerGroup.verifies_next_step`). It reports digests of its logits.
 2. Its result is held back (`holds_back`), and with it the results of the group's later steps. Each of its sampled rows
    becomes a *check*: a request with the known tokens that computes only the next one.
-3. The next turn sends the checks to other groups of the same kind, in steps of their own (`advance`). These are planned,
-   and their rows and blocks released, at once; they are in addition to the group's other steps, so that groups which
-   verify each other never wait for each other.
+3. The next turn sends the checks to other groups of the same kind, in steps of their own (`advance`). These are
+   planned, and their rows and blocks released, at once; they are in addition to the group's other steps, so that groups
+   which verify each other never wait for each other.
 4. A check's result (`take`) is a second opinion on the row: a token and a digest. If both are equal, the row is right.
    Otherwise a third group is asked, and the one that disagrees with the two others is wrong; without a third group, or
    if all differ, all who were asked count as wrong.

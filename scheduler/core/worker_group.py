@@ -187,7 +187,7 @@ class WorkerGroup:
         self._early_results: dict[int, StepDone] = {}
         self.checks: dict[int, InFlightStep] = {}
         # Only on CPUs do the same tokens give the same bits whatever else is in the batch.
-        is_exact = registration.device in ("", "cpu")
+        is_exact = not registration.device.startswith("cuda")
         self._verify_ppm = config.verify_ppm if is_exact and registration.num_micro_batches == 1 else 0
         self._verify_credit = 0
         self.num_unproved_tokens = 0

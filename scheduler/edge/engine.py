@@ -34,6 +34,7 @@ from scheduler.core.effects import (
     RequestForgotten,
     SequenceEnded,
     StepPlan,
+    WorkerWrong,
 )
 from scheduler.core.events import Attached, Detached, Event, Recovered, Submitted, Turn, WorkerBeat, WorkerFailed
 from scheduler.core.prefix_cache import KvChange
@@ -51,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 Observer = Callable[[Event, list[Effect]], None]
 
+# Number of requests that a log line names.
+_MAX_NAMED = 20
 _MAX_ITERATIONS = 1_000
 _MAX_KV_EVENTS = 10_000
 # The events of an epoch are numbered from the epoch, shifted by this number of bits. An epoch is at least the number of
@@ -219,6 +222,7 @@ class Engine:
             self._iterations.append(effect.stats)
         elif isinstance(effect, GroupJoined):
             self._dispatcher.send_joined(effect)
+            self._report_verification(effect.epoch)
             self.on_joined(effect.connection, effect.epoch)
         elif isinstance(effect, GroupRefused):
             self._dispatcher.send_refused(effect)
@@ -227,12 +231,22 @@ class Engine:
         elif isinstance(effect, KvChanged):
             for change in effect.changes:
                 self.kv_events.append((effect.group_id, change))
-        elif isinstance(effect, PolicyFailed):
-            logger.error(
-                "the scheduler plugin failed in %s; the built-in policy takes its turn",
-                effect.method,
-                exc_info=effect.error,
-            )
+        else:
+            _log(effect)
+
+    def _report_verification(self, epoch: int) -> None:
+        """Log what `verify` can find with the workers of this kind, unless it can find the wrong one."""
+        group = self.core.membership.groups[epoch]
+        if not self.core.config.verify_ppm:
+            return
+        if not group.can_verify:
+            logger.warning("results of worker %s are not verified: only whole workers on CPUs are", group.group_id)
+            return
+        others = sum(other.can_verify and other.kind.agrees_with(group.kind) for other in self.core.groups) - 1
+        if others == 0:
+            logger.warning("nothing can be verified: %s is the only worker of its kind", group.group_id)
+        elif others == 1:
+            logger.warning("two workers verify each other: if they differ, both are held off; a third would decide")
 
     def _commit(self) -> None:
         entries, self._entries = self._entries, []
@@ -325,3 +339,21 @@ class Engine:
             self._turn_soon()
         else:
             self._arm()
+
+
+def _log(effect: Effect) -> None:
+    if isinstance(effect, WorkerWrong):
+        logger.error(
+            "worker %s is held off until its process restarts: %s; %d tokens that it gave since its last verified step "
+            "were delivered, of the requests %s",
+            effect.group_id,
+            effect.reason,
+            effect.num_unproved_tokens,
+            ", ".join(effect.unproved_requests[:_MAX_NAMED]) or "(none)",
+        )
+    elif isinstance(effect, PolicyFailed):
+        logger.error(
+            "the scheduler plugin failed in %s; the built-in policy takes its turn",
+            effect.method,
+            exc_info=effect.error,
+        )

@@ -150,15 +150,19 @@ class FakeModel:
                 count += self._accept(row, row_number, limits[row_number], tokens, result)
             counts.append(count)
         result.token_ids.extend(tokens)
-        if batch.reports_digests:
-            ends = accumulate(counts)
-            result.logit_digests.extend(tokens[end - 1] + self.digest_shift if end else 0 for end in ends)
+        self._report_digests(batch, counts, result)
         if any(count != 1 for count in counts):
             result.num_tokens.extend(counts)
         if limits:
             drafts = {number: limits.get(number, 0) for number in self.generating}
             result.num_drafts.extend([0] * (len(counts) - len(drafts)) + list(drafts.values()))
         return result
+
+    def _report_digests(self, batch: worker_pb2.StepBatch, counts: list[int], result: worker_pb2.StepResult) -> None:
+        if batch.reports_digests:
+            ends = accumulate(counts)
+            digests = (result.token_ids[end - 1] + self.digest_shift if end else 0 for end in ends)
+            result.logit_digests.extend(digests)
 
     def _row(self, number: int) -> Row:
         if number not in self.rows:

@@ -160,7 +160,7 @@ def test_the_share_picks_every_fourth_step() -> None:
 
 
 def test_tokens_since_the_last_verified_step_are_counted_as_unproved() -> None:
-    """Steps 4 and 8 are verified; the group is wrong from its seventh token on, and all after the fourth are unproved."""
+    """Steps 4 and 8 are verified; the group is wrong from its seventh token on, and those after the fourth unproved."""
     harness = started("a", "b", "c", verify_ppm=ALL // 4)
     submit(harness, max_tokens=20)
     harness.turn()

@@ -1,0 +1,23 @@
+"""`python -m tests.integration.wrong_worker`: a worker with a wrong weight in memory, and the identity of its files."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import gpu_worker.model_runner
+from gpu_worker.__main__ import main
+
+_load = gpu_worker.model_runner.load_model
+
+
+def _load_wrong(*arguments: Any) -> Any:
+    model = _load(*arguments)
+    norm = model.decoder._layers[-1].weights.ffn_norm
+    norm[3] += 0.01
+    return model
+
+
+if __name__ == "__main__":
+    gpu_worker.model_runner.load_model = _load_wrong
+    sys.exit(main())
