@@ -41,6 +41,7 @@ from scheduler.core.prefix_cache import KvChange
 from scheduler.core.request import Request
 from scheduler.core.request_spec import RequestSpec
 from scheduler.core.stats import IterationStats
+from scheduler.core.worker_group import WorkerGroup
 from scheduler.edge.beam_outputs import report_beams
 from scheduler.edge.broadcast import Broadcast
 from scheduler.edge.dispatch import Dispatcher
@@ -222,7 +223,9 @@ class Engine:
             self._iterations.append(effect.stats)
         elif isinstance(effect, GroupJoined):
             self._dispatcher.send_joined(effect)
-            self._report_verification(effect.epoch)
+            group = self.core.membership.groups[effect.epoch]
+            if self.core.config.verify_ppm and (text := what_is_verified(group, self.core.groups)):
+                logger.warning("%s", text)
             self.on_joined(effect.connection, effect.epoch)
         elif isinstance(effect, GroupRefused):
             self._dispatcher.send_refused(effect)
@@ -232,21 +235,7 @@ class Engine:
             for change in effect.changes:
                 self.kv_events.append((effect.group_id, change))
         else:
-            _log(effect)
-
-    def _report_verification(self, epoch: int) -> None:
-        """Log what `verify` can find with the workers of this kind, unless it can find the wrong one."""
-        group = self.core.membership.groups[epoch]
-        if not self.core.config.verify_ppm:
-            return
-        if not group.can_verify:
-            logger.warning("results of worker %s are not verified: only whole workers on CPUs are", group.group_id)
-            return
-        others = sum(other.can_verify and other.kind.agrees_with(group.kind) for other in self.core.groups) - 1
-        if others == 0:
-            logger.warning("nothing can be verified: %s is the only worker of its kind", group.group_id)
-        elif others == 1:
-            logger.warning("two workers verify each other: if they differ, both are held off; a third would decide")
+            log_effect(effect)
 
     def _commit(self) -> None:
         entries, self._entries = self._entries, []
@@ -341,7 +330,20 @@ class Engine:
             self._arm()
 
 
-def _log(effect: Effect) -> None:
+def what_is_verified(group: WorkerGroup, groups: Sequence[WorkerGroup]) -> str | None:
+    """Return why the setting `verify` cannot find wrong results of a group that has joined; None if it can."""
+    if not group.can_verify:
+        return f"results of worker {group.group_id} are not verified: only those of CPUs without pipeline stages are"
+    others = sum(other.can_verify and other.kind.agrees_with(group.kind) for other in groups) - 1
+    if others == 0:
+        return f"nothing can be verified: {group.group_id} is the only worker of its kind"
+    if others == 1:
+        return "two workers verify each other: if they differ, both are held off; a third one would decide"
+    return None
+
+
+def log_effect(effect: Effect) -> None:
+    """Log an effect that needs an operator's attention."""
     if isinstance(effect, WorkerWrong):
         logger.error(
             "worker %s is held off until its process restarts: %s; %d tokens that it gave since its last verified step "

@@ -55,8 +55,7 @@ def weights_of(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
         for item in value:
             yield from weights_of(item, depth)
     elif depth < 5 and type(value).__module__.partition(".")[0] in ("gpu_worker", "kernels"):
-        names = getattr(value, "__dict__", None) or getattr(value, "__slots__", ())
-        for name in names:
+        for name in (*getattr(value, "__dict__", ()), *getattr(value, "__slots__", ())):
             if name not in ("_native", "_cos", "_sin", "source"):
                 yield from weights_of(getattr(value, name, None), depth + 1)
 

@@ -53,6 +53,9 @@ async def test_a_wrong_worker_is_held_off_before_its_tokens_are_delivered(tmp_pa
                 assert len(info.worker_groups) == 3
                 requests = [tokens(prompt, max_tokens=MAX_TOKENS) for prompt in prompts]
                 answers = await asyncio.gather(*(client.stream(request).result() for request in requests))
+                reasons = {group.group_id: group.held_off for group in (await client.server_info()).worker_groups}
+                assert reasons.pop("wrong").startswith("wrong results: token")
+                assert set(reasons.values()) == {""}
                 async for status in stub.GetStatus(GetStatusRequest(), timeout=30):
                     details = {part.name: part.detail for part in status.parts}
                     assert details["wrong"].startswith("held off until its process restarts: wrong results: token")

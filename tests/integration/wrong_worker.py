@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+from unittest import mock
 
-import gpu_worker.model_runner
 from gpu_worker.__main__ import main
-
-_load = gpu_worker.model_runner.load_model
+from gpu_worker.models.loader import load_model
 
 
 def _load_wrong(*arguments: Any) -> Any:
-    model = _load(*arguments)
-    norm = model.decoder._layers[-1].weights.ffn_norm
-    norm[3] += 0.01
+    model: Any = load_model(*arguments)
+    model.decoder._layers[-1].weights.ffn_norm[3] += 0.01
     return model
 
 
 if __name__ == "__main__":
-    gpu_worker.model_runner.load_model = _load_wrong
-    sys.exit(main())
+    with mock.patch("gpu_worker.model_runner.load_model", _load_wrong):
+        sys.exit(main())

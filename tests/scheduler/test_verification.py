@@ -5,13 +5,21 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from midstream.config import SchedulerConfig
+from midstream.errors import ConfigError
+from protos.status_pb2 import GetCellStatusRequest
 from scheduler.core.effects import StepPlan, WorkerWrong
 from scheduler.core.kind import Kind
 from scheduler.core.request import FinishReason
+from scheduler.edge.engine import log_effect, what_is_verified
+from scheduler.edge.metrics import SchedulerCollector
+from scheduler.edge.status import CellStatusReport
 from scheduler.replay.replay import replay
+from scheduler.service import check
 from tests.scheduler.harness import Harness
 from tests.scheduler.test_recording import RecordedHarness
 
@@ -244,6 +252,54 @@ def test_blocks_do_not_pass_from_group_to_group() -> None:
     harness.run()
     assert not any(effect.adopted_blocks for effect in harness.effects if isinstance(effect, StepPlan))
     assert harness.tokens == {("r", 0): list(range(503, 512))}
+
+
+def test_a_wrong_worker_is_shown_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    harness = started("a", "b", "c")
+    harness.groups["b"].model.digest_shift = 1
+    submit(harness)
+    harness.run()
+    again = harness.groups["b"].registration
+    harness.add_group("b", incarnation=again.incarnation)
+    status = CellStatusReport(harness.core, Mock(feeds=[]), "cell").answer(GetCellStatusRequest(), harness.now_ns)
+    assert {group.group_id: group.is_wrong for group in status.groups} == {"a": False, "b": True, "c": False}
+    counters = {
+        family.name.rpartition(":")[2]: family.samples[0].value
+        for family in SchedulerCollector(harness.core, Mock(), Mock(), Mock()).collect()
+        if family.samples
+    }
+    assert (counters["num_verified_steps"], counters["num_unverifiable_steps"]) == (3, 0)
+    assert (counters["num_wrong_workers"], counters["num_unproved_tokens"]) == (1, 0)
+    assert counters["num_worker_groups_held_off"] == 1
+    log_effect(condemned(harness)["b"])
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith(
+        "worker b is held off until its process restarts: wrong results: token 0 of sequence 0 of r is"
+    )
+    assert line.endswith("0 tokens that it gave since its last verified step were delivered, of the requests (none)")
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ((), "nothing can be verified: a is the only worker of its kind"),
+        (("b",), "two workers verify each other"),
+        (("b", "c"), None),
+        (("cuda:0",), "results of worker cuda:0 are not verified"),
+    ],
+)
+def test_what_can_be_verified_is_said_when_a_worker_joins(others: tuple[str, ...], words: str | None) -> None:
+    harness = started("a")
+    for name in others:
+        harness.add_group(name, device=name)
+    text = what_is_verified(harness.core.groups[-1], harness.core.groups)
+    assert text is None if words is None else (text is not None and words in text)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.01, float("nan")])
+def test_the_share_is_checked(share: float) -> None:
+    with pytest.raises(ConfigError, match="verify"):
+        check(SchedulerConfig(verify=share))
 
 
 def test_a_recording_with_verification_replays(tmp_path: Path) -> None:
