@@ -205,16 +205,20 @@ class SchedulerCore:
         self._verifier.take(group, step, event)
         self._commit_verified()
 
-    def _commit_verified(self) -> None:
-        for group in self._verifier.settled_groups():
+    def _commit_verified(self) -> bool:
+        """Apply results that need not wait any longer; return whether there were any."""
+        groups = self._verifier.settled_groups()
+        for group in groups:
             self._commit_results(group)
+        return bool(groups)
 
     def _turn(self, event: Turn) -> None:
         self._timers.run_due(self._clock.now_ns)
         self._handovers.advance()
-        if self._verifier.is_busy:
+        while self._verifier.is_busy:
             self._verifier.advance()
-            self._commit_verified()
+            if not self._commit_verified():
+                break
         self._start_queued()
         while self._plan_round():
             self._start_queued()

@@ -134,6 +134,8 @@ class Verifier:
             if held is None or check is None or not self._is_current(held.group):
                 continue
             check.asked = 0
+            if not self._is_current(group):  # an earlier row has shown that it is wrong
+                continue
             failure = failures.get(chunk.row)
             if failure is None:
                 check.opinions.append(_Opinion(group, token, digest))
@@ -153,6 +155,8 @@ class Verifier:
                 check.asked = 0
                 del self._asked[sequence]
         for held in list(self._held.values()):
+            for check in held.checks:
+                check.opinions = [opinion for opinion in check.opinions if not _is_wrong(opinion.group)]
             while self._is_current(held.group) and (todo := [check for check in held.checks if not check.asked]):
                 group = self._choose(held, todo[0])
                 if group is None:
@@ -287,6 +291,10 @@ def _first_tokens(step: InFlightStep, event: StepDone) -> Iterator[int]:
     for count in event.num_tokens or [1] * step.num_sampled:
         yield event.token_ids[place] if count else 0
         place += count
+
+
+def _is_wrong(group: WorkerGroup) -> bool:
+    return group.standing.wrong_incarnation == group.registration.incarnation
 
 
 def _fits(group: WorkerGroup, request: Request) -> bool:

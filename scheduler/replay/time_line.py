@@ -83,6 +83,7 @@ class TimeLine:
     step: TokenStep | None = None
     num_cached_tokens: int = 0
     _before: tuple[WorkerGroup, list[InFlightStep], int] | None = None
+    _results: dict[tuple[int, int], StepDone] = field(default_factory=dict)
 
     @property
     def ordered(self) -> list[tuple[int, str]]:
@@ -102,18 +103,20 @@ class TimeLine:
         """Note the state before an event."""
         self._before = None
         found = self._find(core)
-        if found is None or not isinstance(event, StepDone):
+        if found is None or self.step is not None or not isinstance(found.request.group, WorkerGroup):
             return
         group = found.request.group
-        if isinstance(group, WorkerGroup) and (group.connection, group.epoch) == (event.connection, event.epoch):
-            self._before = group, list(group.in_flight), len(found.output)
+        if isinstance(event, StepDone) and event.epoch == group.epoch:
+            self._results[event.epoch, event.step_id] = event
+        # A result may be applied at a later event, when another group has verified it.
+        self._before = group, list(group.in_flight), len(found.output)
 
     def after(self, core: SchedulerCore, event: Event, effects: TypingSequence[Effect]) -> None:
         """Note what an event has caused."""
         found = self._find(core)
         if found is not None:
             self._note_event(event, found.request)
-            if self._before is not None and isinstance(event, StepDone):
+            if self._before is not None:
                 self._note_result(event, found, *self._before)
         for effect in effects:
             if isinstance(effect, StepPlan):
@@ -160,7 +163,7 @@ class TimeLine:
         self.entries.append((event.time_ns, f"ended: {reason.reason.name.lower() if reason else ''} ({moves})"))
 
     def _note_result(
-        self, event: StepDone, found: Sequence, group: WorkerGroup, before: list[InFlightStep], num_before: int
+        self, event: Event, found: Sequence, group: WorkerGroup, before: list[InFlightStep], num_before: int
     ) -> None:
         if not num_before <= self.index < len(found.output) or self.step is not None:
             return
@@ -170,6 +173,7 @@ class TimeLine:
             return
         # Results are applied in order; all but the last one gave at least one token.
         step = steps[min(self.index - num_before, len(steps) - 1)]
+        result = self._results.get((group.epoch, step.step_id))
         chunks = {chunk.sequence: chunk.num_tokens for chunk in step.context}
         members = dict.fromkeys([*chunks, *step.generation])
         self.step = TokenStep(
@@ -184,8 +188,8 @@ class TimeLine:
             ),
             step.planned_ns,
             event.time_ns,
-            event.forward_us,
-            event.waiting_us,
+            result.forward_us if result is not None else 0,
+            result.waiting_us if result is not None else 0,
         )
         self.entries.append((step.planned_ns, f"step {step.step_id} of {group.group_id} sent, for token {self.index}"))
         self.entries.append((event.time_ns, f"token {self.index} received"))

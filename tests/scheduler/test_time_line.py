@@ -51,6 +51,23 @@ def test_the_step_of_a_token_and_its_mates(tmp_path: Path) -> None:
     assert texts[-2:] == ["ended: length (0 pauses, 0 recoveries)", "a detokenizer detached"]
 
 
+def test_a_token_of_a_verified_step(tmp_path: Path) -> None:
+    """Its result is applied at the result of the other group."""
+    life = RecordedHarness(tmp_path / "life", capacity="max_utilization", verify_ppm=1_000_000)
+    for name in "gh":
+        life.add_group(name)
+    life.submit("a", 5, 4, is_detached=True)
+    life.run()
+    life.recorder.close()
+    line = TimeLine("a", 2)
+    assert replay(tmp_path / "life", time_line=line).difference == ""
+    assert line.step is not None
+    assert (line.step.group_id, line.step.num_context_tokens, line.step.num_given) == ("g", 0, 1)
+    assert [text for _, text in line.ordered if text.startswith("placed")] == [
+        f"placed in row 0 of g (epoch {line.step.epoch}) with 5 known tokens, 0 of them cached; step 1"
+    ]
+
+
 def test_every_token_of_a_busy_life_has_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With preemptions and two deaths: what was computed again has the step that gave the token."""
     life = live(tmp_path / "life")

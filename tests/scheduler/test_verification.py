@@ -145,6 +145,29 @@ def test_a_group_alone_gives_its_tokens_unverified() -> None:
     assert totals(harness) == (0, 3, 0)
 
 
+def test_results_that_nobody_can_verify_do_not_wait_for_another_event() -> None:
+    harness = started("a")
+    submit(harness)
+    harness.turn()
+    harness.finish_step("a")
+    harness.finish_step("a")
+    assert harness.tokens == {}
+    harness.turn()
+    assert harness.tokens == {("r", 0): [503, 504]}
+
+
+def test_a_group_that_is_wrong_decides_nothing_else() -> None:
+    """`b` differs in the first of two rows of a check, so its opinion on the second does not count either."""
+    harness = started("a", "b", "c")
+    harness.submit("q", [300, 301], 3, is_detached=True, num_sequences=2)
+    harness.groups["b"].model.digest_shift = 5
+    harness.run()
+    assert set(condemned(harness)) == {"b"}
+    assert harness.tokens == {("q", index): [302, 303, 304] for index in range(2)}
+    assert totals(harness)[1] == 0
+    harness.check_is_empty()
+
+
 @pytest.mark.parametrize("other", [{"device": "cuda:0"}, {"kind": Kind(arithmetic="another")}])
 def test_groups_whose_bits_may_differ_check_nothing(other: dict[str, Any]) -> None:
     harness = started("a")
