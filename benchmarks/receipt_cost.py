@@ -23,7 +23,6 @@ from midstream.merkle import merkle_root
 from midstream.receipts.digests import NONCE_BYTES, body_leaf
 from midstream.receipts.keys import SigningKey
 from protos import generation_pb2 as pb
-from protos import receipts_pb2
 from scheduler.core.effects import Accepted, Emitted
 from scheduler.core.kind import Kind
 from scheduler.core.request import FinishReason, Request, SequenceEnd

@@ -21,6 +21,7 @@ class Feature(enum.IntFlag):
     PROMPT_REPORTS = 256
     GUIDED = 512
     POST_PROCESSED = 1024
+    TRACED = 2048
     BEAMS = 4096
 
 
@@ -60,4 +61,5 @@ def _of_outputs(new: NewSequence) -> Feature:
     # The sequences of a request share the prompt; the first sequence reports the prompt's outputs, unless it has
     # already done so.
     is_first = new.sequence_index == 0 and len(new.token_ids) == new.num_prompt_tokens
-    return Feature.REPORTS | (Feature.PROMPT_REPORTS if is_first and new.outputs.of_prompt else 0)
+    features = Feature.REPORTS | (Feature.PROMPT_REPORTS if is_first and new.outputs.of_prompt else 0)
+    return features | (Feature.TRACED if new.outputs.sampling and new.sampling.beam_width == 1 else 0)

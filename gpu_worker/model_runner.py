@@ -31,7 +31,7 @@ from torch import Tensor
 from gpu_worker.batch.input_batch import ContextChunk, InputBatch, PreparedStep
 from gpu_worker.batch.rows import PendingTokens, Rows
 from gpu_worker.batch.staging import Copy, Readback
-from gpu_worker.batch.step import EMPTY, GREEDY, IntArray, RowLogProbs, Step, StepOutput
+from gpu_worker.batch.step import EMPTY, GREEDY, IntArray, RowLogProbs, RowTensor, Step, StepOutput
 from gpu_worker.cuda_graphs import GraphDecoder
 from gpu_worker.device_memory import WarmUpMemory, empty_cache
 from gpu_worker.features import Feature
@@ -52,7 +52,7 @@ from gpu_worker.sampling.guided import UNCONSTRAINED, Constraints, Guides
 from gpu_worker.sampling.output_probes import load_output_probes, refuse_unknown_probes
 from gpu_worker.sampling.outputs import Reporter, Reports
 from gpu_worker.sampling.post_processors import load_post_processors, refuse_unknown
-from gpu_worker.sampling.sampler import Chosen, Sampled, Sampler
+from gpu_worker.sampling.sampler import Chosen, Sampled, Sampler, digests_of
 from gpu_worker.speculation.draft_model import DraftModel, load_draft_model
 from gpu_worker.speculation.drafts import Drafter
 from gpu_worker.speculation.verification import Answer, settle
@@ -282,6 +282,7 @@ class ModelRunner:
             self.runs_ahead
             and len(rows) <= self._config.max_batch_size
             and not prepared.drafts.tokens
+            and not prepared.reports_digests
             and bool(prepared.is_run.all())
             and not prepared.failed_contexts
             and self._sampler.can_choose(rows)
@@ -342,14 +343,17 @@ class ModelRunner:
         errors: list[tuple[int, MidstreamError]] = []
         log_probs: tuple[RowLogProbs, ...] = ()
         candidates: dict[int, Candidates] = {}
-        reports = Reports()
+        reports, traces = Reports(), tuple[RowTensor, ...]()
+        digests = np.zeros(len(rows) if prepared.reports_digests else 0, dtype=np.uint64)
         if prepared.inputs is not None:
             run_rows = rows[is_run]
             sampled, reports = run(prepared, prepared.inputs, run_rows)
             errors += reports.errors
             if sampled is not None:
                 token_ids[is_run] = sampled.token_ids
-                log_probs, candidates = sampled.log_probs, sampled.candidates
+                log_probs, candidates, traces = sampled.log_probs, sampled.candidates, sampled.traces
+                if sampled.digests:
+                    digests[is_run] = sampled.digests
                 errors += [(int(run_rows[place]), error) for place, error in sampled.errors]
                 candidates, failed = self._beam_stops.find(run_rows, candidates)
                 errors += failed
@@ -382,11 +386,12 @@ class ModelRunner:
             answer.errors,
             time.perf_counter() - started,
             reports.prompt_log_probs,
-            reports.tensors,
+            reports.tensors + traces,
             answer.num_tokens,
             answer.candidate_log_probs,
             answer.num_drafts,
             candidate_stop_words=answer.candidate_stop_words,
+            logit_digests=tuple(digests.tolist()),
             is_whole=not prepared.failed_contexts,
         )
 
@@ -396,7 +401,8 @@ class ModelRunner:
         """Run the model and sample; return None if no row samples a token."""
         is_guided = self._guides.ask(rows, [chunk.row for chunk in prepared.contexts])
         probe = self._reporter.probe(prepared)
-        if self._choosing is not None and probe is None and not is_guided and self._sampler.is_plain(rows):
+        is_plain = probe is None and not is_guided and self._sampler.is_plain(rows)
+        if self._choosing is not None and is_plain and not prepared.reports_digests:
             chosen = self._choosing.choose(inputs, self._sampler.draws(rows))
             if chosen is not None:
                 return self._sampler.sample_chosen(chosen[0].numpy(), chosen[1].numpy()), Reports()
@@ -416,7 +422,10 @@ class ModelRunner:
     ) -> tuple[Sampled | None, Reports]:
         reports = Reports() if probe is None else self._reporter.collect(prepared, probe, logits)
         constraints = self._guides.answer() if is_guided else UNCONSTRAINED
-        return (self._sampler.sample(logits, rows, constraints) if len(logits) else None), reports
+        if not len(logits):
+            return None, reports
+        digests = digests_of(logits) if prepared.reports_digests else ()
+        return replace(self._sampler.sample(logits, rows, constraints), digests=digests), reports
 
     def _copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
         if self._leader is not None:

@@ -212,6 +212,8 @@ def join_tensors(pieces: Iterable[Tensor]) -> dict[str, Tensor]:
 
 
 _VALUE_BYTES = 4
+# Number of values of `sampling.K.draw` per token.
+SAMPLING_DRAW_WIDTH = 11
 
 
 def tensor_bytes(request: pb.GenerateRequest, num_prompt_tokens: int, vocab_size: int, hidden_size: int) -> int:
@@ -226,6 +228,8 @@ def tensor_bytes(request: pb.GenerateRequest, num_prompt_tokens: int, vocab_size
             kind, _, number = item.name.partition(".")
             if kind == "token_logits":
                 width = 1 + number.count(".")
+            elif kind == "sampling":
+                width = 5 * (1 + int(number)) + SAMPLING_DRAW_WIDTH
             else:
                 width = hidden_size if kind == "hidden_states" else 2 * int(number)
         num_values += width * (num_output_tokens + item.gather_context * num_prompt_tokens)

@@ -114,6 +114,7 @@ class GenerateRequest(google.protobuf.message.Message):
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: builtins.int
     TEMPLATE_FINGERPRINT_FIELD_NUMBER: builtins.int
     RECEIPT_NONCE_FIELD_NUMBER: builtins.int
+    CONTINUATION_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the client, or by the router if empty. At most 128 characters. Unique among running and recently finished
     requests: submitting an id again attaches to the existing request if the contents are the same, and otherwise fails
@@ -203,6 +204,13 @@ class GenerateRequest(google.protobuf.message.Message):
         scheduler accepts contains none. At most 16 images.
         """
 
+    @property
+    def continuation(self) -> global___Continuation:
+        """Set to compute a sequence's next token as in a run that has made the tokens before it (`midstream debug`): penalties,
+        grammars, min_tokens and random numbers are those of that run. Only with token_ids, and without beam search or several
+        sequences.
+        """
+
     def __init__(
         self,
         *,
@@ -236,9 +244,10 @@ class GenerateRequest(google.protobuf.message.Message):
         tokenizer_fingerprint: builtins.str = ...,
         template_fingerprint: builtins.str = ...,
         receipt_nonce: builtins.bytes = ...,
+        continuation: global___Continuation | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_streaming", b"_streaming", "_timeout_ms", b"_timeout_ms", "chat", b"chat", "guided_decoding", b"guided_decoding", "input", b"input", "kv_retention", b"kv_retention", "lora", b"lora", "max_tokens", b"max_tokens", "output", b"output", "prompt", b"prompt", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "sampling", b"sampling", "speculative", b"speculative", "stopping", b"stopping", "streaming", b"streaming", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_streaming", b"_streaming", "_timeout_ms", b"_timeout_ms", "arrival_time_unix_ns", b"arrival_time_unix_ns", "attachment", b"attachment", "cache_salt", b"cache_salt", "chat", b"chat", "client_id", b"client_id", "detached", b"detached", "guided_decoding", b"guided_decoding", "images", b"images", "input", b"input", "keep_s", b"keep_s", "kv_retention", b"kv_retention", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "max_tokens", b"max_tokens", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "receipt_nonce", b"receipt_nonce", "request_id", b"request_id", "sampling", b"sampling", "speculative", b"speculative", "stopping", b"stopping", "streaming", b"streaming", "template_fingerprint", b"template_fingerprint", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "tokenizer_fingerprint", b"tokenizer_fingerprint", "trace_parent", b"trace_parent"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_streaming", b"_streaming", "_timeout_ms", b"_timeout_ms", "chat", b"chat", "continuation", b"continuation", "guided_decoding", b"guided_decoding", "input", b"input", "kv_retention", b"kv_retention", "lora", b"lora", "max_tokens", b"max_tokens", "output", b"output", "prompt", b"prompt", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "sampling", b"sampling", "speculative", b"speculative", "stopping", b"stopping", "streaming", b"streaming", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_streaming", b"_streaming", "_timeout_ms", b"_timeout_ms", "arrival_time_unix_ns", b"arrival_time_unix_ns", "attachment", b"attachment", "cache_salt", b"cache_salt", "chat", b"chat", "client_id", b"client_id", "continuation", b"continuation", "detached", b"detached", "guided_decoding", b"guided_decoding", "images", b"images", "input", b"input", "keep_s", b"keep_s", "kv_retention", b"kv_retention", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "max_tokens", b"max_tokens", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_embeddings", b"prompt_embeddings", "prompt_tuning", b"prompt_tuning", "receipt_nonce", b"receipt_nonce", "request_id", b"request_id", "sampling", b"sampling", "speculative", b"speculative", "stopping", b"stopping", "streaming", b"streaming", "template_fingerprint", b"template_fingerprint", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "tokenizer_fingerprint", b"tokenizer_fingerprint", "trace_parent", b"trace_parent"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_tokens", b"_max_tokens"]) -> typing.Literal["max_tokens"] | None: ...
     @typing.overload
@@ -249,6 +258,30 @@ class GenerateRequest(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["prompt", "token_ids", "chat", "prompt_embeddings"] | None: ...
 
 global___GenerateRequest = GenerateRequest
+
+@typing.final
+class Continuation(google.protobuf.message.Message):
+    """Where a sequence continues."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
+    SEQUENCE_INDEX_FIELD_NUMBER: builtins.int
+    num_output_tokens: builtins.int
+    """The last ones of token_ids are this number of output tokens, and the others are the prompt. At most their number less
+    1.
+    """
+    sequence_index: builtins.int
+    """The sequence's index in the run, on which random numbers depend. At most 127, default 0."""
+    def __init__(
+        self,
+        *,
+        num_output_tokens: builtins.int = ...,
+        sequence_index: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_output_tokens", b"num_output_tokens", "sequence_index", b"sequence_index"]) -> None: ...
+
+global___Continuation = Continuation
 
 @typing.final
 class TokenIds(google.protobuf.message.Message):
@@ -688,8 +721,20 @@ global___OutputConfig = OutputConfig
 class AdditionalOutput(google.protobuf.message.Message):
     """A named model output: `hidden_states.LAYER` [output tokens, hidden_size], where layer 0 is the embeddings and the
     last one is normalized; `topk_logits.K` [output tokens, K] (K from 1 to 1,024) with the int32 tensor
-    `topk_logits.K.ids`; `token_logits.ID.ID...` [output tokens, number of ids], the logits of up to 16 tokens; or the
-    name of an output probe that is registered in the workers [output tokens, its width].
+    `topk_logits.K.ids`; `token_logits.ID.ID...` [output tokens, number of ids], the logits of up to 16 tokens;
+    `sampling.K` (K from 0 to 1,024), how each token was chosen (see below); or the name of an output probe that is
+    registered in the workers [output tokens, its width].
+
+    `sampling.K` consists of three tensors, about the chosen token and then the K tokens with the highest logits (ties by
+    id). Not with beam search.
+
+        sampling.K.ids [output tokens, 1 + K], int32: their ids
+        sampling.K [output tokens, 4 * (1 + K)], float32: of each, its logit, its logit after logits_post_processor, bias,
+            penalties, min_tokens, bad words and n-grams, its logit after the grammar, and its probability of being drawn
+        sampling.K.draw [output tokens, 11], int32: the bits of three doubles (low half first): the random number in [0, 1),
+            and the beginning and end of the chosen token's part of the cumulative distribution; the bits of three floats:
+            temperature, top_p after its decay, and the smallest probability that top_k, top_p and min_p leave; and the
+            numbers of tokens that the grammar allows (all without one) and that can be drawn (1 if greedy)
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -699,7 +744,7 @@ class AdditionalOutput(google.protobuf.message.Message):
     PROBE_WIDTH_FIELD_NUMBER: builtins.int
     name: builtins.str
     gather_context: builtins.bool
-    """Whether to return the output for the prompt as well, as the tensor `context_NAME`."""
+    """Whether to return the output for the prompt as well, as the tensor `context_NAME`. Not for `sampling.K`."""
     probe_width: builtins.int
     """Number of values per token of an output probe. Set by the router; clients leave it unset."""
     def __init__(

@@ -146,6 +146,7 @@ class RecordedCoreConfig(google.protobuf.message.Message):
     MAX_ATTENTION_WINDOW_FIELD_NUMBER: builtins.int
     SINK_TOKEN_LENGTH_FIELD_NUMBER: builtins.int
     LOST_KIND_FIELD_NUMBER: builtins.int
+    VERIFY_PPM_FIELD_NUMBER: builtins.int
     scheduler_epoch: builtins.int
     vocab_size: builtins.int
     max_sequence_length: builtins.int
@@ -170,6 +171,7 @@ class RecordedCoreConfig(google.protobuf.message.Message):
     max_attention_window: builtins.int
     sink_token_length: builtins.int
     lost_kind: builtins.str
+    verify_ppm: builtins.int
     def __init__(
         self,
         *,
@@ -197,8 +199,9 @@ class RecordedCoreConfig(google.protobuf.message.Message):
         max_attention_window: builtins.int = ...,
         sink_token_length: builtins.int = ...,
         lost_kind: builtins.str = ...,
+        verify_ppm: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["enable_block_reuse", b"enable_block_reuse", "enable_chunked_context", b"enable_chunked_context", "finished_ttl_ns", b"finished_ttl_ns", "lost_kind", b"lost_kind", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_context_chunk", b"max_context_chunk", "max_finished_tokens", b"max_finished_tokens", "max_num_finished", b"max_num_finished", "max_num_tokens", b"max_num_tokens", "max_queue_size", b"max_queue_size", "max_sequence_length", b"max_sequence_length", "max_tensor_bytes", b"max_tensor_bytes", "max_worker_deaths", b"max_worker_deaths", "model_fingerprint", b"model_fingerprint", "no_worker_timeout_ns", b"no_worker_timeout_ns", "orphan_grace_ns", b"orphan_grace_ns", "pipeline_depth", b"pipeline_depth", "progress_timeout_ns", b"progress_timeout_ns", "scheduler_epoch", b"scheduler_epoch", "sink_token_length", b"sink_token_length", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "worker_timeout_ns", b"worker_timeout_ns"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["enable_block_reuse", b"enable_block_reuse", "enable_chunked_context", b"enable_chunked_context", "finished_ttl_ns", b"finished_ttl_ns", "lost_kind", b"lost_kind", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_context_chunk", b"max_context_chunk", "max_finished_tokens", b"max_finished_tokens", "max_num_finished", b"max_num_finished", "max_num_tokens", b"max_num_tokens", "max_queue_size", b"max_queue_size", "max_sequence_length", b"max_sequence_length", "max_tensor_bytes", b"max_tensor_bytes", "max_worker_deaths", b"max_worker_deaths", "model_fingerprint", b"model_fingerprint", "no_worker_timeout_ns", b"no_worker_timeout_ns", "orphan_grace_ns", b"orphan_grace_ns", "pipeline_depth", b"pipeline_depth", "progress_timeout_ns", b"progress_timeout_ns", "scheduler_epoch", b"scheduler_epoch", "sink_token_length", b"sink_token_length", "tokens_per_block", b"tokens_per_block", "verify_ppm", b"verify_ppm", "vocab_size", b"vocab_size", "worker_timeout_ns", b"worker_timeout_ns"]) -> None: ...
 
 global___RecordedCoreConfig = RecordedCoreConfig
 
@@ -554,10 +557,12 @@ class RecordedPlan(google.protobuf.message.Message):
     DRAFT_ROWS_FIELD_NUMBER: builtins.int
     DRAFT_LIMITS_FIELD_NUMBER: builtins.int
     ADOPTED_BLOCKS_FIELD_NUMBER: builtins.int
+    REPORTS_DIGESTS_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     epoch: builtins.int
     step_id: builtins.int
     repeats_generation: builtins.bool
+    reports_digests: builtins.bool
     @property
     def released_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -616,8 +621,9 @@ class RecordedPlan(google.protobuf.message.Message):
         draft_rows: collections.abc.Iterable[builtins.int] | None = ...,
         draft_limits: collections.abc.Iterable[builtins.int] | None = ...,
         adopted_blocks: collections.abc.Iterable[builtins.int] | None = ...,
+        reports_digests: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["added", b"added", "adopted_blocks", b"adopted_blocks", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "group_id", b"group_id", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeats_generation", b"repeats_generation", "step_id", b"step_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["added", b"added", "adopted_blocks", b"adopted_blocks", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "group_id", b"group_id", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeats_generation", b"repeats_generation", "reports_digests", b"reports_digests", "step_id", b"step_id"]) -> None: ...
 
 global___RecordedPlan = RecordedPlan
 

@@ -615,6 +615,7 @@ class StepBatch(google.protobuf.message.Message):
     RETAINED_PRIORITIES_FIELD_NUMBER: builtins.int
     RETAINED_MS_FIELD_NUMBER: builtins.int
     AHEAD_HASHES_FIELD_NUMBER: builtins.int
+    REPORTS_DIGESTS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     step_id: builtins.int
     """1, 2, 3, … within an epoch. A gap or a repetition means that messages were lost or duplicated."""
@@ -623,6 +624,8 @@ class StepBatch(google.protobuf.message.Message):
     the previous step, minus released_rows, plus generation_rows; otherwise only generation_rows. The rows are in
     ascending order.
     """
+    reports_digests: builtins.bool
+    """Whether to report logit_digests."""
     @property
     def released_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -737,8 +740,9 @@ class StepBatch(google.protobuf.message.Message):
         retained_priorities: collections.abc.Iterable[builtins.int] | None = ...,
         retained_ms: collections.abc.Iterable[builtins.int] | None = ...,
         ahead_hashes: collections.abc.Iterable[builtins.int] | None = ...,
+        reports_digests: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["add_sequences", b"add_sequences", "adopted_blocks", b"adopted_blocks", "adopted_hashes", b"adopted_hashes", "ahead_hashes", b"ahead_hashes", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "hashed_blocks", b"hashed_blocks", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeat_generation", b"repeat_generation", "retained_hashes", b"retained_hashes", "retained_ms", b"retained_ms", "retained_priorities", b"retained_priorities", "step_id", b"step_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["add_sequences", b"add_sequences", "adopted_blocks", b"adopted_blocks", "adopted_hashes", b"adopted_hashes", "ahead_hashes", b"ahead_hashes", "beam_rows", b"beam_rows", "beam_token_ids", b"beam_token_ids", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "block_rows", b"block_rows", "context_lengths", b"context_lengths", "context_rows", b"context_rows", "context_starts", b"context_starts", "copy_source_blocks", b"copy_source_blocks", "copy_target_blocks", b"copy_target_blocks", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "forks", b"forks", "generation_rows", b"generation_rows", "hashed_blocks", b"hashed_blocks", "idle_rows", b"idle_rows", "released_rows", b"released_rows", "repeat_generation", b"repeat_generation", "reports_digests", b"reports_digests", "retained_hashes", b"retained_hashes", "retained_ms", b"retained_ms", "retained_priorities", b"retained_priorities", "step_id", b"step_id"]) -> None: ...
 
 global___StepBatch = StepBatch
 
@@ -769,6 +773,7 @@ class AddSequence(google.protobuf.message.Message):
     PROMPT_TABLE_FIELD_NUMBER: builtins.int
     TRACE_PARENT_FIELD_NUMBER: builtins.int
     BEAM_STOP_WORDS_FIELD_NUMBER: builtins.int
+    NUM_GIVEN_TOKENS_FIELD_NUMBER: builtins.int
     row: builtins.int
     request_id: builtins.str
     sequence_index: builtins.int
@@ -781,6 +786,8 @@ class AddSequence(google.protobuf.message.Message):
     """
     trace_parent: builtins.str
     """As in GenerateRequest."""
+    num_given_tokens: builtins.int
+    """Number of the tokens after the prompt that the request gave (GenerateRequest.continuation); tensors begin after them."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -831,9 +838,10 @@ class AddSequence(google.protobuf.message.Message):
         prompt_table: builtins.str = ...,
         trace_parent: builtins.str = ...,
         beam_stop_words: global___BeamStopWords | None = ...,
+        num_given_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["beam_stop_words", b"beam_stop_words", "guided_decoding", b"guided_decoding", "lora", b"lora", "output", b"output", "prompt_tuning", b"prompt_tuning", "sampling", b"sampling", "speculative", b"speculative"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bad_words", b"bad_words", "beam_stop_words", b"beam_stop_words", "block_ids", b"block_ids", "client_id", b"client_id", "end_ids", b"end_ids", "guided_decoding", b"guided_decoding", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "num_prompt_tokens", b"num_prompt_tokens", "output", b"output", "prompt_table", b"prompt_table", "prompt_tuning", b"prompt_tuning", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "sequence_index", b"sequence_index", "speculative", b"speculative", "token_ids", b"token_ids", "trace_parent", b"trace_parent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bad_words", b"bad_words", "beam_stop_words", b"beam_stop_words", "block_ids", b"block_ids", "client_id", b"client_id", "end_ids", b"end_ids", "guided_decoding", b"guided_decoding", "logits_post_processor_name", b"logits_post_processor_name", "lora", b"lora", "num_given_tokens", b"num_given_tokens", "num_prompt_tokens", b"num_prompt_tokens", "output", b"output", "prompt_table", b"prompt_table", "prompt_tuning", b"prompt_tuning", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "sequence_index", b"sequence_index", "speculative", b"speculative", "token_ids", b"token_ids", "trace_parent", b"trace_parent"]) -> None: ...
 
 global___AddSequence = AddSequence
 
@@ -921,6 +929,7 @@ class StepResult(google.protobuf.message.Message):
     NUM_DRAFTS_FIELD_NUMBER: builtins.int
     MISSING_BLOCKS_FIELD_NUMBER: builtins.int
     CANDIDATE_STOP_WORDS_FIELD_NUMBER: builtins.int
+    LOGIT_DIGESTS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     step_id: builtins.int
     forward_us: builtins.int
@@ -960,6 +969,12 @@ class StepResult(google.protobuf.message.Message):
         0 if it completes none. Empty means that none does.
         """
 
+    @property
+    def logit_digests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """If asked for: a digest of the logits (float32, before they are changed) of each sampled row, 0 for rows that failed.
+        Equal logits have equal digests: the first 8 bytes, little-endian, of BLAKE2b with a digest of 8 bytes.
+        """
+
     def __init__(
         self,
         *,
@@ -977,8 +992,9 @@ class StepResult(google.protobuf.message.Message):
         num_drafts: collections.abc.Iterable[builtins.int] | None = ...,
         missing_blocks: collections.abc.Iterable[builtins.int] | None = ...,
         candidate_stop_words: collections.abc.Iterable[builtins.int] | None = ...,
+        logit_digests: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["candidate_log_probs", b"candidate_log_probs", "candidate_stop_words", b"candidate_stop_words", "epoch", b"epoch", "errors", b"errors", "forward_us", b"forward_us", "missing_blocks", b"missing_blocks", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_tokens", b"num_tokens", "outputs", b"outputs", "step_id", b"step_id", "token_ids", b"token_ids", "waiting_us", b"waiting_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["candidate_log_probs", b"candidate_log_probs", "candidate_stop_words", b"candidate_stop_words", "epoch", b"epoch", "errors", b"errors", "forward_us", b"forward_us", "logit_digests", b"logit_digests", "missing_blocks", b"missing_blocks", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_tokens", b"num_tokens", "outputs", b"outputs", "step_id", b"step_id", "token_ids", b"token_ids", "waiting_us", b"waiting_us"]) -> None: ...
 
 global___StepResult = StepResult
 

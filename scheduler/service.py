@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -319,6 +320,8 @@ def check(config: SchedulerConfig) -> None:
     for name, least in _LEAST.items():
         if getattr(config, name) < least:
             raise ConfigError(f"is {getattr(config, name)}; must be at least {least}", field=name)
+    if not 0 <= config.verify <= 1:
+        raise ConfigError(f"is {config.verify:g}; must be in 0..1", field="verify")
     if config.max_context_chunk and not config.enable_chunked_context:
         raise ConfigError("has no meaning without enable_chunked_context; leave it out", field="max_context_chunk")
     if config.sink_token_length and not config.max_attention_window:
@@ -379,6 +382,7 @@ def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: in
         orphan_grace_ns=int(config.orphan_grace_s * ns_per_s),
         finished_ttl_ns=int(config.finished_ttl_s * ns_per_s),
         no_worker_timeout_ns=int(config.no_worker_timeout_s * ns_per_s),
+        verify_ppm=math.ceil(config.verify * 1_000_000),
         **{name: getattr(config, name) for name in same},
     )
 

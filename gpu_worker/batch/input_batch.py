@@ -44,6 +44,7 @@ class PreparedStep:
         contexts: Context chunks in `inputs`, where they precede the generation rows.
         failed_contexts: Context chunks left out of `inputs` because their rows have failed.
         drafts: Draft tokens to verify for generation rows.
+        reports_digests: Whether to report digests of the logits.
     """
 
     inputs: ForwardInputs | None
@@ -52,6 +53,7 @@ class PreparedStep:
     contexts: list[ContextChunk]
     failed_contexts: list[ContextChunk]
     drafts: Drafts = NO_DRAFTS
+    reports_digests: bool = False
 
 
 class InputBatch:
@@ -98,7 +100,7 @@ class InputBatch:
         else:
             is_run = np.ones(len(sampled_rows), dtype=np.bool_)
         inputs = self._flatten(contexts, decodes, drafts) if contexts or len(decodes) else None
-        return PreparedStep(inputs, sampled_rows, is_run, contexts, failed_contexts, drafts)
+        return PreparedStep(inputs, sampled_rows, is_run, contexts, failed_contexts, drafts, step.reports_digests)
 
     def rows_of(self, step: Step) -> tuple[IntArray, IntArray]:
         """Return the rows that a step changes before it runs, and the rows that run in it. Call before `prepare`."""

@@ -18,6 +18,7 @@ _MAX_ROWS = 1 << 16
 _VECTORS = (
     "lengths",
     "prompt_lengths",
+    "num_given",
     "num_blocks",
     "sequence_indices",
     "temperature",
@@ -47,6 +48,7 @@ class Rows:
         tokens: int32 [num_rows, max_sequence_length]; known tokens, prompt and output.
         lengths: int32 [num_rows]; number of known tokens of each row.
         prompt_lengths: int32 [num_rows].
+        num_given: int32 [num_rows]; number of output tokens that the request gave.
         block_tables: int32 [num_rows, max blocks per sequence].
         num_blocks: int32 [num_rows]; entries in use of each block table.
         is_active: bool [num_rows]; whether the row holds a sequence.
@@ -72,7 +74,7 @@ class Rows:
         self.post_processors: dict[int, tuple[str, str, str]] = {}
         self.tokens = np.zeros((0, max_sequence_length), dtype=np.int32)
         self.block_tables = np.zeros((0, -(-max_sequence_length // tokens_per_block)), dtype=np.int32)
-        self.lengths, self.prompt_lengths, self.num_blocks = _ints(), _ints(), _ints()
+        self.lengths, self.prompt_lengths, self.num_given, self.num_blocks = _ints(), _ints(), _ints(), _ints()
         self.sequence_indices, self.top_k, self.occupancies = _ints(), _ints(), _ints()
         self.temperature, self.top_p, self.min_p = _floats(), _floats(), _floats()
         self.seeds = np.zeros(0, dtype=np.uint64)
@@ -99,7 +101,7 @@ class Rows:
             self.failed[row] = error
             return
         self.tokens[row, : len(new.token_ids)] = new.token_ids
-        self.prompt_lengths[row] = new.num_prompt_tokens
+        self.prompt_lengths[row], self.num_given[row] = new.num_prompt_tokens, new.num_given_tokens
         self.block_tables[row, : len(new.block_ids)] = new.block_ids
         self.num_blocks[row] = len(new.block_ids)
         sampling = new.sampling
@@ -115,6 +117,10 @@ class Rows:
         self.features[row] = features_of(new)
         if new.post_processor:
             self.post_processors[row] = (new.post_processor, new.client_id, new.request_id)
+
+    def num_sampled(self, row: int) -> int:
+        """Return the number of output tokens of a row that were sampled for its request."""
+        return int(self.lengths[row] - self.prompt_lengths[row] - self.num_given[row])
 
     def release(self, rows: IntArray) -> None:
         self.is_active[rows] = False

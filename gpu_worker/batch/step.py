@@ -90,6 +90,7 @@ class OutputParams:
         hidden_states: (layer, whether to include the prompt); layer 0 is the embeddings.
         topk_logits: (number of highest logits, whether to include the prompt).
         token_logits: (token ids whose logits to report, whether to include the prompt).
+        sampling: For each `sampling.K` to report, K.
         probes: (name of an output probe, whether to include the prompt).
     """
 
@@ -99,6 +100,7 @@ class OutputParams:
     hidden_states: tuple[tuple[int, bool], ...] = ()
     topk_logits: tuple[tuple[int, bool], ...] = ()
     token_logits: tuple[tuple[tuple[int, ...], bool], ...] = ()
+    sampling: tuple[int, ...] = ()
     probes: tuple[tuple[str, bool], ...] = ()
 
     @property
@@ -149,6 +151,7 @@ class NewSequence:
 
     Attributes:
         token_ids: [num_tokens]; the first num_prompt_tokens are the prompt.
+        num_given_tokens: Number of output tokens that the request gave; tensors begin after them.
         block_ids: The first entries of the block table.
         prompt: The prompt adapter, if any; token ids from the vocabulary size on index its table.
         prompt_table: A table sent with the request instead of a prompt adapter, float32 [num_virtual_tokens,
@@ -160,6 +163,7 @@ class NewSequence:
     row: int
     token_ids: IntArray
     num_prompt_tokens: int
+    num_given_tokens: int = 0
     block_ids: IntArray = field(default_factory=lambda: EMPTY)
     sampling: SamplingParams = GREEDY
     outputs: OutputParams = NOTHING
@@ -211,6 +215,7 @@ class Step:
     draft_limits: IntArray = field(default_factory=lambda: EMPTY)
     adopted_blocks: IntArray = field(default_factory=lambda: EMPTY)
     adopted_hashes: HashArray = field(default_factory=lambda: NO_HASHES)
+    reports_digests: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +272,7 @@ class StepOutput:
         errors: (row, error) of rows whose token is invalid.
         prompt_log_probs, tensors: Additional outputs of rows.
         missing_blocks: Blocks to adopt whose contents were not found.
+        logit_digests: A digest of each sampled row's logits, as in StepResult; empty unless asked for.
         is_whole: Whether the whole step was computed; False if a context chunk was left out because its row has failed.
     """
 
@@ -281,4 +287,5 @@ class StepOutput:
     num_drafts: tuple[int, ...] = ()
     missing_blocks: tuple[int, ...] = ()
     candidate_stop_words: tuple[int, ...] = ()
+    logit_digests: tuple[int, ...] = ()
     is_whole: bool = True

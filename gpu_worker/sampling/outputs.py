@@ -87,7 +87,7 @@ class Reporter:
 
     def _report_token(self, row: int, position: int, probe: Probe, logits: Tensor) -> Iterator[RowTensor]:
         params = self._rows.outputs[row]
-        index = int(self._rows.lengths[row] - self._rows.prompt_lengths[row])
+        index = self._rows.num_sampled(row)
         if params.generation_logits:
             yield _tensor(row, "generation_logits", logits, index)
         for layer, _ in params.hidden_states:

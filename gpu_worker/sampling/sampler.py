@@ -9,6 +9,7 @@ that are not finite, and then again with the modified ones. No result depends on
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 import kernels
 from gpu_worker.batch.rows import Rows
 from gpu_worker.batch.staging import PinnedBuffers
-from gpu_worker.batch.step import IntArray, RowLogProbs
+from gpu_worker.batch.step import IntArray, RowLogProbs, RowTensor
 from gpu_worker.features import Feature
 from gpu_worker.sampling.beams import Candidates, find_candidates
 from gpu_worker.sampling.distribution import IS_BROKEN, MIN_TEMPERATURE, argmax, invert, threshold, weights
@@ -29,6 +30,7 @@ from gpu_worker.sampling.draws import WORDS, DrawParams, draw
 from gpu_worker.sampling.guided import UNCONSTRAINED, Constraints
 from gpu_worker.sampling.logits_processors import STEERING, allow, decayed_top_p, send, steer
 from gpu_worker.sampling.post_processors import PostProcessor, Replicate, post_process
+from gpu_worker.sampling.traces import Stages, trace
 from gpu_worker.sampling.uniforms import uniforms
 from kernels.cpu import Draws, ThreadPool, empty_draws
 from kernels.cpu import draw as draw_natively
@@ -39,7 +41,8 @@ _IS_EMPTY = -2
 # Features that `choose` supports. The others read the logits on the host, or need their result before the next step.
 _ON_DEVICE = STEERING | Feature.LOG_PROBS | Feature.TOP_P_DECAY | Feature.GUIDED
 # Features that change logits before sampling: any logits of a row or, for those in STEERING, only a few.
-_CHANGES_ROWS = Feature.GUIDED | Feature.POST_PROCESSED | Feature.BEAMS
+# TRACED changes nothing, but the logits are needed before and after every change.
+_CHANGES_ROWS = Feature.GUIDED | Feature.POST_PROCESSED | Feature.BEAMS | Feature.TRACED
 _CHANGES_LOGITS = STEERING | _CHANGES_ROWS
 NOT_FINITE = ExecutionError("the model returned logits that are not finite")
 _NOTHING_LEFT = InvalidArgumentError("the request's constraints allow no token", field="sampling")
@@ -54,12 +57,16 @@ class Sampled:
         errors: (place, error) of rows without a valid token; their token is 0.
         log_probs: Log probabilities of the rows that request them.
         candidates: Candidates of beam rows, by place; these rows' tokens are invalid.
+        digests: Digests of the rows' logits, if asked for.
+        traces: How the tokens of the rows that ask for it were chosen.
     """
 
     token_ids: IntArray
     errors: tuple[tuple[int, MidstreamError], ...]
     log_probs: tuple[RowLogProbs, ...]
     candidates: dict[int, Candidates] = field(default_factory=dict)
+    traces: tuple[RowTensor, ...] = ()
+    digests: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,13 +161,14 @@ class Sampler:
         errors |= {int(np.flatnonzero(rows == row)[0]): error for row, error in constraints.errors.items()}
         is_changed[list(errors)] = False
         candidates: dict[int, Candidates] = {}
+        traces: list[RowTensor] = []
         if is_changed.any():
             is_copied = (self._rows.features[rows] & _CHANGES_ROWS) != 0
             steered, copied = (np.flatnonzero(is_changed & some).astype(np.int32) for some in (~is_copied, is_copied))
             if len(steered):
                 token_ids[steered] = self._pick_steered(logits, rows, steered, errors)
             if len(copied):
-                token_ids[copied] = self._pick_changed(logits, rows, copied, constraints, errors, candidates)
+                token_ids[copied] = self._pick_changed(logits, rows, copied, constraints, errors, candidates, traces)
         token_ids[list(errors)] = 0
         log_probs = self._log_probs(logits, rows, token_ids, errors)
         log_probs += tuple(
@@ -168,7 +176,7 @@ class Sampler:
             for place, found in candidates.items()
             if found.top_token_ids
         )
-        return Sampled(token_ids, tuple(errors.items()), log_probs, candidates)
+        return Sampled(token_ids, tuple(errors.items()), log_probs, candidates, tuple(traces))
 
     def is_greedy(self, rows: IntArray) -> bool:
         """Return whether none of these rows has a temperature."""
@@ -248,8 +256,9 @@ class Sampler:
         constraints: Constraints,
         errors: dict[int, MidstreamError],
         candidates: dict[int, Candidates],
+        traces: list[RowTensor],
     ) -> IntArray:
-        """Return the tokens at `places`, chosen from a modified copy of these rows; add errors and candidates."""
+        """Return the tokens at `places`, chosen from a modified copy of these rows; add errors, candidates, traces."""
         rows = rows[places]
         raw = logits[torch.from_numpy(places).to(logits.device)]
         logits, failed = raw.clone(), dict[int, MidstreamError]()
@@ -257,6 +266,8 @@ class Sampler:
         if processed:
             failed = post_process(logits, self._rows, rows, processed, self._post_processors, self._replicate)
         steer(logits, self._rows, rows)
+        traced = self._with(rows, Feature.TRACED)
+        steered = {place: logits[place].clone() for place in traced}
         guided = self._with(rows, Feature.GUIDED)
         if guided:
             allow(logits, raw, guided, [constraints.masks[int(rows[place])] for place in guided])
@@ -267,6 +278,12 @@ class Sampler:
         if beams:
             found = find_candidates(logits[beams], self._rows, rows[beams])
             candidates |= {int(places[beam]): item for beam, item in zip(beams, found, strict=True)}
+        for place in traced:
+            if place not in failed:
+                row = int(rows[place])
+                stages = Stages(raw[place], steered[place], logits[place], constraints.masks.get(row))
+                top_p = float(self._top_p(rows[place : place + 1])[0])
+                traces += trace(self._rows, row, stages, int(token_ids[place]), top_p)
         return token_ids
 
     def _pick(
@@ -360,6 +377,12 @@ class Sampler:
                 strict=True,
             )
         )
+
+
+def digests_of(logits: Tensor) -> tuple[int, ...]:
+    """Return the digest of each row of `logits`, as specified in protos/worker.proto (StepResult)."""
+    rows = np.ascontiguousarray(logits.float().cpu().numpy())
+    return tuple(int.from_bytes(hashlib.blake2b(row.data, digest_size=8).digest(), "little") for row in rows)
 
 
 def _all(rows: IntArray) -> IntArray:

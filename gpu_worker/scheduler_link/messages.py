@@ -30,6 +30,7 @@ FEATURES = (
     "bad_words",
     "beam_search",
     "context_logits",
+    "continuation",
     "embedding_bias",
     "generation_logits",
     "log_probs",
@@ -38,6 +39,7 @@ FEATURES = (
     "penalties",
     "prompt_log_probs",
     "prompt_tuning",
+    "sampling_outputs",
     "speculative",
     "token_logits",
     "top_p_decay",
@@ -97,6 +99,8 @@ def encode_result(epoch: int, step_id: int, output: StepOutput, waiting_s: float
     if output.candidate_log_probs:
         result.candidate_log_probs.extend(output.candidate_log_probs)
         result.candidate_stop_words.extend(output.candidate_stop_words)
+    if output.logit_digests:
+        result.logit_digests.extend(output.logit_digests)
     if output.missing_blocks:
         result.missing_blocks.extend(output.missing_blocks)
     for row, error in output.errors:
@@ -109,6 +113,7 @@ def _sequence(message: worker_pb2.AddSequence) -> NewSequence:
         row=message.row,
         token_ids=_ints(message.token_ids),
         num_prompt_tokens=message.num_prompt_tokens,
+        num_given_tokens=message.num_given_tokens,
         block_ids=_ints(message.block_ids),
         sampling=_sampling(message),
         outputs=output_params(message.output),
@@ -223,4 +228,5 @@ _STEP_FIELDS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "draft_limits": ("draft_limits", _ints),
     "adopted_blocks": ("adopted_blocks", _ints),
     "adopted_hashes": ("adopted_hashes", _hashes),
+    "reports_digests": ("reports_digests", bool),
 }

@@ -26,6 +26,7 @@ def output_params(config: generation_pb2.OutputConfig) -> OutputParams:
         generation_logits=config.return_generation_logits,
         hidden_states=_named(additional, "hidden_states"),
         topk_logits=_named(additional, "topk_logits"),
+        sampling=tuple(int(number) for name, number, _ in additional if name == "sampling"),
         token_logits=tuple(
             (tuple(map(int, ids.split("."))), gathers) for name, ids, gathers in additional if name == "token_logits"
         ),

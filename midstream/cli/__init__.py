@@ -40,6 +40,7 @@ COMMANDS = {
     "demo": ("midstream.cli.demo", "start everything, stream a few answers concurrently, stop"),
     "bench": ("midstream.cli.bench.command", "measure a running service"),
     "audit": ("midstream.cli.audit", "check receipts, and compute their answers again"),
+    "debug": ("midstream.cli.debug", "show how a token of a recorded request was chosen"),
     "lora": ("midstream.cli.lora", "load, unload and list adapters"),
     "top": ("midstream.cli.top.command", "show requests, batches, KV blocks and processes, live"),
     "stats": ("midstream.cli.stats", "show statistics of the scheduler's iterations"),

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,9 +17,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from midstream.cli.connect import add_connection, open_client
+from midstream.cli.receipt_keys import read_keys
 from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.receipts.evidence import Evidence, read_evidence
-from midstream.receipts.jwk import ReceiptKey
 from protos import receipts_pb2
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _offline(arguments: argparse.Namespace, evidence: Sequence[Evidence]) -> lis
 
     if arguments.keys is None:
         raise InvalidArgumentError("is needed with --offline: the keys to trust", field="keys")
-    keys = _read_keys(arguments.keys)
+    keys = read_keys(arguments.keys)
     return [check_offline(item, keys)[0] for item in evidence]
 
 
@@ -122,7 +122,7 @@ async def _online(arguments: argparse.Namespace, evidence: Sequence[Evidence]) -
 
     console = Console(stderr=True)
     async with open_client(arguments) as client:
-        keys = _read_keys(arguments.keys) if arguments.keys is not None else {}
+        keys = read_keys(arguments.keys) if arguments.keys is not None else {}
         if not keys:
             keys = {key.key_id: key for key in await client.receipt_keys()}
         auditor = Auditor(client, keys)
@@ -138,18 +138,6 @@ async def _online(arguments: argparse.Namespace, evidence: Sequence[Evidence]) -
                 return finding
 
             return await asyncio.gather(*map(audit, evidence))
-
-
-def _read_keys(path: Path) -> Mapping[str, ReceiptKey]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise ConfigError(f"{path} is not JSON", field="keys") from None
-    items = value.get("keys", [value]) if isinstance(value, dict) else []
-    if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
-        raise ConfigError(f"{path} contains no keys", field="keys")
-    keys = [ReceiptKey.from_jwk(item, str(path)) for item in items]
-    return {key.key_id: key for key in keys}
 
 
 def _show(findings: Sequence[Finding]) -> None:

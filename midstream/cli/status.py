@@ -84,11 +84,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _ask_all(state: RunState, credentials: Credentials) -> list[ProcessStatus]:
     healths = asyncio.gather(*(_ask_health(item) for item in state.processes))
-    epochs, kinds = await _ask_scheduler(state, credentials)
+    epoch, groups = await _ask_scheduler(state, credentials)
     return [
-        ProcessStatus(process, health, epochs.get(process.name), kinds.get(process.name, ""))
-        for process, health in zip(state.processes, await healths, strict=True)
+        _status(process, health, epoch, groups) for process, health in zip(state.processes, await healths, strict=True)
     ]
+
+
+def _status(
+    process: ProcessState, health: str, scheduler_epoch: int | None, groups: dict[str, loads_pb2.WorkerGroupInfo]
+) -> ProcessStatus:
+    group = groups.get(process.name)
+    if group is None:
+        return ProcessStatus(process, health, scheduler_epoch if process.kind == "scheduler" else None)
+    if group.held_off and health == "serving":
+        health = f"held off: {group.held_off}"
+    return ProcessStatus(process, health, group.epoch, kind_name(group.kind))
 
 
 async def _ask_health(process: ProcessState) -> str:
@@ -100,17 +110,18 @@ async def _ask_health(process: ProcessState) -> str:
     return problem or "serving"
 
 
-async def _ask_scheduler(state: RunState, credentials: Credentials) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the epochs of the scheduler and the workers, and the kinds of the workers, by process name."""
+async def _ask_scheduler(
+    state: RunState, credentials: Credentials
+) -> tuple[int | None, dict[str, loads_pb2.WorkerGroupInfo]]:
+    """Return the scheduler's epoch and the worker groups by process name; nothing if the scheduler does not answer."""
     (scheduler,) = state.of_kind("scheduler")
     async with open_channel(scheduler.addresses["grpc"], **credentials) as channel:
         stub = cast("scheduler_pb2_grpc.SchedulerAsyncStub", scheduler_pb2_grpc.SchedulerStub(channel))
         try:
             info = await stub.GetServerInfo(loads_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError:
-            return {}, {}
-    epochs = {scheduler.name: info.scheduler_epoch} | {group.group_id: group.epoch for group in info.worker_groups}
-    return epochs, {group.group_id: kind_name(group.kind) for group in info.worker_groups}
+            return None, {}
+    return info.scheduler_epoch, {group.group_id: group for group in info.worker_groups}
 
 
 def _table(statuses: list[ProcessStatus]) -> Table:

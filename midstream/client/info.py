@@ -55,6 +55,7 @@ class WorkerGroupInfo:
     num_active_sequences: int
     num_placed_requests: int
     num_steps: int
+    held_off: str = ""
 
 
 @dataclass(frozen=True, slots=True)

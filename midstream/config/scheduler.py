@@ -79,6 +79,11 @@ class SchedulerConfig(GrpcServiceConfig):
         16_777_216, "Maximum number of prompt and output tokens of finished requests to keep."
     )
     ledger_ttl_s: int = setting(90 * 24 * 3600, "Seconds that the ledger keeps a request's usage; 0: no ledger.")
+    verify: float = setting(
+        0.0,
+        "Share of the forward steps that another worker computes again before their results are used, 0 to 1. Workers "
+        "whose results differ get no further work. Only workers on CPUs are compared.",
+    )
     receipts: str = setting(
         "digests",
         "Signed receipts of ended requests. digests: they contain only digests of request and answer, which are not "

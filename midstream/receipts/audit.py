@@ -137,14 +137,12 @@ class Auditor:
             return unchecked("no token was computed")
         try:
             result = await self._run(evidence, statement)
-            ours = check_receipt(_receipt_of(result), self._own_keys)
+            ours = check_receipt(receipt_of(result), self._own_keys)
         except MidstreamError as error:
             return unchecked(f"the service cannot run the request: {error}")
-        differing = [
-            name for name, digest in statement.leaves.items() if name != "template" and ours.leaves.get(name) != digest
-        ]
-        if differing or ours.leaves.keys() - statement.leaves.keys() - {"weights"}:
-            return unchecked(f"the service computes it differently: {_explain(differing, statement, ours)}")
+        differing = differing_leaves(statement, ours)
+        if differing:
+            return unchecked(f"the service computes it differently: {explain(differing, statement, ours)}")
         if any(sequence.HasField("kind_changed_at") for sequence in ours.body.sequences):
             return unchecked("the service changed the kind of its workers meanwhile; try again")
         return await self._compare(evidence, statement, result, unchecked)
@@ -301,13 +299,26 @@ def _first_difference(expected: list[int], found: list[int]) -> int | None:
     return None
 
 
-def _explain(differing: list[str], expected: Statement, found: Statement) -> str:
+def differing_leaves(expected: Statement, found: Statement) -> list[str]:
+    """Return the names of the leaves in which what computed a request again differs from the receipt.
+
+    The template is none of them, since the prompt was not rendered again, and the weights' complete identity may have
+    become known only since.
+    """
+    ours, theirs = found.leaves, expected.leaves
+    names = [name for name, digest in theirs.items() if name != "template" and ours.get(name) != digest]
+    return [*names, *(name for name in ours if name not in theirs and name != "weights")]
+
+
+def explain(differing: list[str], expected: Statement, found: Statement) -> str:
+    """Return what differs, in words."""
     if "arithmetic" in differing:
         return f"arithmetic {found.model.arithmetic!r} instead of {expected.model.arithmetic!r}"
-    return f"its {', '.join(differing) or 'adapter'} differs"
+    return f"its {', '.join(differing)} differs"
 
 
-def _receipt_of(result: Result) -> receipts_pb2.Receipt:
+def receipt_of(result: Result) -> receipts_pb2.Receipt:
+    """Return the receipt of a recomputed answer. Raises ReceiptError if the service gave none."""
     if result.receipt is None:
         raise ReceiptError("the service gave no receipt for the recomputed answer")
     return result.receipt

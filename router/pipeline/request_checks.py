@@ -28,6 +28,7 @@ MAX_BAD_WORDS = 64
 MAX_BAD_WORD_TOKENS = 256
 MAX_GUIDE_CHARACTERS = 1 << 20
 MAX_LOG_PROBS = 20
+MAX_SEQUENCES = 128
 MAX_TOKEN_RANGES = 64
 MAX_DEFAULT_TOKENS = 16_384
 
@@ -37,7 +38,9 @@ MAX_KEEP_S = 366 * 24 * 3600
 MAX_DURATION_MS = 1 << 40  # 34 years; as nanoseconds added to the current time, it fits into 64 bits
 
 _ADDITIONAL_OUTPUT = re.compile(
-    r"hidden_states\.(0|[1-9]\d{0,3})|topk_logits\.[1-9]\d{0,3}|token_logits(\.(0|[1-9]\d{0,8})){1,16}", re.ASCII
+    r"hidden_states\.(0|[1-9]\d{0,3})|topk_logits\.[1-9]\d{0,3}|token_logits(\.(0|[1-9]\d{0,8})){1,16}"
+    r"|sampling\.(0|[1-9]\d{0,3})",
+    re.ASCII,
 )
 
 
@@ -72,7 +75,7 @@ _SAMPLING: dict[str, _Range] = {
     "presence_penalty": _Range(-2, 2),
     "frequency_penalty": _Range(-2, 2),
     "length_penalty": _FINITE,
-    "num_return_sequences": _Range(1, 128),
+    "num_return_sequences": _Range(1, MAX_SEQUENCES),
 }
 _PENALTIES = ("presence_penalty", "frequency_penalty")
 # Name of each feature -> whether a request uses it. Workers report the features that they have.
@@ -92,6 +95,10 @@ FEATURES: dict[str, Callable[[pb.GenerateRequest], bool]] = {
     "token_logits": lambda request: any(
         item.name.startswith("token_logits.") for item in request.output.additional_outputs
     ),
+    "sampling_outputs": lambda request: any(
+        item.name.startswith("sampling.") for item in request.output.additional_outputs
+    ),
+    "continuation": lambda request: request.HasField("continuation"),
     "bad_words": lambda request: bool(request.stopping.bad_words or request.stopping.bad_word_token_ids),
     "embedding_bias": lambda request: bool(request.sampling.embedding_bias),
     "no_repeat_ngram": lambda request: request.sampling.no_repeat_ngram_size > 0,
@@ -111,6 +118,7 @@ _FEATURE_FIELDS = {
     "generation_logits": "output.return_generation_logits",
     "additional_outputs": "output.additional_outputs",
     "token_logits": "output.additional_outputs",
+    "sampling_outputs": "output.additional_outputs",
     "bad_words": "stopping.bad_words",
     "embedding_bias": "sampling.embedding_bias",
     "no_repeat_ngram": "sampling.no_repeat_ngram_size",
@@ -155,6 +163,10 @@ def check_request(
     check_virtual_tokens(request, model, has_images=bool(images))
     fit_to_context(len(request.token_ids.values), None, model, "token_ids")  # before the ids are checked
     check_token_ids(request.token_ids.values, num_token_ids(request, model), "token_ids")
+    if request.HasField("continuation"):
+        _check_continuation(request, model)
+    if request.sampling.beam_width > 1 and FEATURES["sampling_outputs"](request):
+        raise UnsupportedError("sampling.K is not reported by a beam search", field="output.additional_outputs.name")
     if request.sampling.HasField("beam_width"):
         _Range(1, max_beam_width).check(request.sampling.beam_width, "sampling.beam_width")
 
@@ -234,7 +246,8 @@ def check_supported(request: pb.GenerateRequest, features: frozenset[str] | None
     for item in probes:
         if item.name not in widths:
             raise InvalidArgumentError(
-                "must be hidden_states.LAYER, topk_logits.K, token_logits.ID.ID..., or an output probe of the workers",
+                "must be hidden_states.LAYER, topk_logits.K, token_logits.ID.ID..., sampling.K, or an output probe of "
+                "the workers",
                 field="output.additional_outputs.name",
             )
         item.probe_width = widths[item.name]
@@ -344,9 +357,22 @@ def _check_output(output: pb.OutputConfig, model: ModelFolder) -> None:
             else:
                 most = model.num_layers if kind == "hidden_states" else min(MAX_TOPK_LOGITS, model.vocab_size)
                 _at_most(int(numbers[0]), most, field)
+            if kind == "sampling" and additional.gather_context:
+                raise InvalidArgumentError("is not reported for the prompt", field=field)
     names = [additional.name for additional in output.additional_outputs]
     if len(set(names)) < len(names):
         raise InvalidArgumentError("must not be repeated", field="output.additional_outputs.name")
+
+
+def _check_continuation(request: pb.GenerateRequest, model: ModelFolder) -> None:
+    count, sampling = request.continuation.num_output_tokens, request.sampling
+    if request.WhichOneof("input") != "token_ids":
+        raise InvalidArgumentError("needs token_ids", field="continuation")
+    _at_most(count, max(len(request.token_ids.values) - 1, 0), "continuation.num_output_tokens")
+    _at_most(request.continuation.sequence_index, MAX_SEQUENCES - 1, "continuation.sequence_index")
+    check_token_ids(request.token_ids.values[len(request.token_ids.values) - count :], model.vocab_size, "token_ids")
+    if sampling.beam_width > 1 or sampling.num_return_sequences > 1:
+        raise UnsupportedError("is for a single sequence without beam search", field="continuation")
 
 
 def _probe_widths(features: Iterable[str]) -> Iterator[tuple[str, int]]:

@@ -150,7 +150,10 @@ def _worker_part(group: status_pb2.GroupStatus) -> PartStatus:
     part = PartStatus(kind="worker", name=group.group_id, state=PartStatus.SERVING)
     role = f"{group.role}, " if group.role in ("prefill", "decode") else ""
     part.detail = f"{role}{group.device}, {group.num_sequences} of {group.max_num_sequences} sequences"
-    if group.held_off_ms:
+    if group.is_wrong:
+        part.state = PartStatus.DEGRADED
+        part.detail = f"held off until its process restarts: {group.last_fault}"
+    elif group.held_off_ms:
         part.state = PartStatus.DEGRADED
         part.detail = f"held off for {group.held_off_ms / 1e3:.0f} s: {group.last_fault}"
     elif group.silent_ms > _SILENT_MS:

@@ -25,6 +25,7 @@ class CoreConfig:
         max_tensor_bytes: Maximum total size of the tensors and attachments of all known requests.
         max_worker_deaths: Number of consecutive worker deaths, without a new token in between, after which a request is
             a suspect.
+        verify_ppm: Share of the steps that another group computes again, in millionths.
     """
 
     scheduler_epoch: int
@@ -51,3 +52,4 @@ class CoreConfig:
     max_finished_tokens: int = 16_777_216
     max_worker_deaths: int = 2
     max_tensor_bytes: int = 1 << 30
+    verify_ppm: int = 0

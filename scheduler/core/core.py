@@ -12,6 +12,7 @@ The steps of a request:
    other sequences.
 4. `StepDone` carries tokens: they are appended, and sequences that are complete are ended (steps). Their rows and
    blocks are free at once, because steps run strictly in order.
+   A share of the steps is computed again by another group before (verification).
 5. If it is paused, or its worker is lost, it is queued again with its tokens (membership), and continues at 2. Where
    groups have roles, it moves from a prefill group to a decode group once its context is computed (handover).
 6. It ends once, is kept for a while for clients that resume it, and is then forgotten (lifecycle).
@@ -47,6 +48,7 @@ from scheduler.core.events import (
 )
 from scheduler.core.failure import INTERNAL, Failure
 from scheduler.core.handover import Handovers
+from scheduler.core.in_flight import InFlightStep
 from scheduler.core.kind_waits import KindWaits
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.membership import Membership
@@ -56,6 +58,7 @@ from scheduler.core.request_scheduler import RequestScheduler
 from scheduler.core.shared import Shared
 from scheduler.core.stats import IterationStats
 from scheduler.core.steps import Results, StepBuilder
+from scheduler.core.verification import Verifier
 from scheduler.core.worker_group import WorkerGroup
 
 # Faults of a policy are reported once per text, and up to this number of texts.
@@ -84,6 +87,7 @@ class SchedulerCore:
         self.lifecycle = Lifecycle(shared)
         self.membership = Membership(shared, self.lifecycle)
         self._results = Results(shared, self.lifecycle, self._postpone)
+        self._verifier = Verifier(shared, self.membership, self._pause)
         self.kind_waits = KindWaits(shared, self.membership, self.lifecycle)
         self._placement = Placement(shared, scheduler, self.membership, self.lifecycle, self.kind_waits)
         self._handovers = Handovers(shared, self.membership, self._placement)
@@ -167,6 +171,10 @@ class SchedulerCore:
         group = self.membership.group_of(event)
         if group is None:
             return
+        check = group.take_check(event)
+        if check is not None:
+            self._take_check(group, check, event)
+            return
         problem = group.deliver(event)
         if problem is None:
             self.totals.num_stale_messages += 1  # duplicate
@@ -174,22 +182,43 @@ class SchedulerCore:
         if problem:
             self.membership.end_at_fault(group, problem)
             return
+        self._commit_results(group)
+
+    def _commit_results(self, group: WorkerGroup) -> None:
+        """Apply the results of the group's oldest steps, up to one that is missing or is being verified."""
         while (result := group.next_result()) is not None:
-            if not self._commit(group, result):
+            step = group.in_flight[0]
+            problem = self._results.problem(group, step, result, self.config.vocab_size)
+            if problem:
+                self.membership.end_at_fault(group, f"wrong result: {problem}")
                 return
+            if step.is_verified and self._verifier.holds_back(group, step, result):
+                break
+            self._results.commit(group, group.finish_step(result), result)
         self.membership.flush_kv_changes(group)
 
-    def _commit(self, group: WorkerGroup, event: StepDone) -> bool:
-        problem = self._results.problem(group, group.in_flight[0], event, self.config.vocab_size)
+    def _take_check(self, group: WorkerGroup, step: InFlightStep, event: StepDone) -> None:
+        problem = self._results.problem(group, step, event, self.config.vocab_size)
         if problem:
             self.membership.end_at_fault(group, f"wrong result: {problem}")
-            return False
-        self._results.commit(group, group.finish_step(event), event)
-        return True
+            return
+        self._verifier.take(group, step, event)
+        self._commit_verified()
+
+    def _commit_verified(self) -> bool:
+        """Apply results that need not wait any longer; return whether there were any."""
+        groups = self._verifier.settled_groups()
+        for group in groups:
+            self._commit_results(group)
+        return bool(groups)
 
     def _turn(self, event: Turn) -> None:
         self._timers.run_due(self._clock.now_ns)
         self._handovers.advance()
+        while self._verifier.is_busy:
+            self._verifier.advance()
+            if not self._commit_verified():
+                break
         self._start_queued()
         while self._plan_round():
             self._start_queued()

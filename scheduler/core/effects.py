@@ -168,6 +168,7 @@ class StepPlan:
     retained_hashes: list[int] = field(default_factory=list)
     retained_priorities: list[int] = field(default_factory=list)
     retained_ms: list[int] = field(default_factory=list)
+    reports_digests: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +206,21 @@ class KvChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerWrong:
+    """A group's results differ from those of other groups; it is held off until its process restarts.
+
+    Attributes:
+        num_unproved_tokens: Number of tokens that were committed since its last step that was found right.
+        unproved_requests: Ids of the requests with such tokens.
+    """
+
+    group_id: str
+    reason: str
+    num_unproved_tokens: int
+    unproved_requests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyFailed:
     """A scheduling policy raised an exception in one of its methods, for the first time with this message."""
 
@@ -228,5 +244,6 @@ Effect = (
     | StepPlan
     | IterationDone
     | KvChanged
+    | WorkerWrong
     | PolicyFailed
 )

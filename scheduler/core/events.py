@@ -214,6 +214,7 @@ class StepDone:
         candidate_stop_words: The stop words that these candidates complete, as in BeamStep; empty if there are none.
         num_drafts: Number of verified drafts of each sampled row; empty if there are none.
         missing_blocks: Blocks to adopt that were not found.
+        logit_digests: A digest of each sampled row's logits; empty unless the plan asked for them.
     """
 
     time_ns: int
@@ -232,6 +233,7 @@ class StepDone:
     candidate_stop_words: list[int] = field(default_factory=list)
     num_drafts: list[int] = field(default_factory=list)
     missing_blocks: frozenset[int] = frozenset()
+    logit_digests: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ class InFlightStep:
         generation: Sequences in ascending order of their rows.
         draft_limits: Maximum number of drafts to verify, by sequence; 0 for sequences that are missing.
         adoption: Blocks that the worker looks up in the pools of dead workers or in tiers.
+        is_verified: Whether another group computes the step again before its result is applied.
     """
 
     step_id: int
@@ -54,6 +55,7 @@ class InFlightStep:
     num_empty_slots: int
     draft_limits: dict[Sequence, int] = field(default_factory=dict)
     adoption: Adoption = field(default_factory=Adoption)
+    is_verified: bool = False
 
     @property
     def num_context_tokens(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from scheduler.core.config import PROTOCOL_VERSION
-from scheduler.core.effects import EpochEnded, GroupJoined, GroupRefused, KindSet, KvChanged
+from scheduler.core.effects import EpochEnded, GroupJoined, GroupRefused, KindSet, KvChanged, WorkerWrong
 from scheduler.core.events import (
     BlocksFetched,
     StepDone,
@@ -78,6 +78,10 @@ class Membership:
                 # same name.
                 self.end_epoch(group, "another worker registered under its name")
         self._forgive(event)
+        if self._config.verify_ppm:
+            # Blocks are not passed on between groups, so that a wrong one cannot make another one wrong.
+            event = replace(event, kv_store="", tier_store="", stored_hashes=(), kv_source="")
+        self._standings.of(event.group_id).note_process(event.incarnation)
         self._num_registrations += 1
         epoch = (self._config.scheduler_epoch << _REGISTRATION_BITS) + self._num_registrations
         standing, stored = self._standings.of(event.group_id), self._note_stored(event)
@@ -229,6 +233,21 @@ class Membership:
         group.standing.note_fault(self._clock.now_ns, reason)
         self.end_epoch(group, reason)
 
+    def condemn(self, group: WorkerGroup, reason: str) -> None:
+        """Hold a group off until its process restarts, because its results differ from those of other groups. What it
+        gave and is not committed is computed again elsewhere.
+        """
+        incarnation = group.registration.incarnation
+        if group.standing.wrong_incarnation == incarnation:
+            return
+        group.standing.note_wrong(incarnation, self._clock.now_ns, reason)
+        self._totals.num_wrong_workers += 1
+        self._totals.num_unproved_tokens += group.num_unproved_tokens
+        self._effects.append(WorkerWrong(group.group_id, reason, group.num_unproved_tokens, tuple(group.unproved)))
+        for other in list(self.groups.values()):
+            if (other.group_id, other.registration.incarnation) == (group.group_id, incarnation):
+                self.end_epoch(other, reason)
+
     def end_by_death(self, group: WorkerGroup, reason: str, *, tell: bool = True, is_silent: bool = False) -> None:
         """End the epoch of a group that died, hangs or is silent; a request that it was running may be the cause."""
         self._totals.num_worker_deaths += 1
@@ -352,8 +371,8 @@ class Membership:
         if now_ns >= due_ns:
             self.end_by_death(group, "no heartbeat within the timeout", is_silent=True)
             return
-        if group.in_flight:
-            since_ns = max(group.last_progress_ns, group.in_flight[0].planned_ns)
+        since_ns = group.awaited_since_ns
+        if since_ns is not None:
             if now_ns >= since_ns + self._config.progress_timeout_ns:
                 self.end_by_death(group, "no progress within the timeout")
                 return

@@ -11,7 +11,7 @@ import enum
 from array import array
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as TypingSequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from scheduler.core.beams import BeamSearch, BeamStep, Candidate
@@ -500,6 +500,7 @@ class Request:
         is_repeated: Whether tokens that were shown are computed again, because the journal has no output.
         may_change_kind: Whether it may start on a group of another kind.
         unproven_on: Incarnations of the groups on which it ran before they had hashed their weights.
+        is_check: Whether it only computes a token of another request again (see verification.py).
     """
 
     spec: RequestSpec
@@ -528,6 +529,7 @@ class Request:
     is_repeated: bool = False
     may_change_kind: bool = False
     unproven_on: list[int] = field(default_factory=list)
+    is_check: bool = False
 
     def __post_init__(self) -> None:
         self.sequences = [Sequence(self, index) for index in range(self.spec.num_sequences)]
@@ -545,6 +547,27 @@ class Request:
             counters=finish.counters,
             failure=finish.failure,
         )
+
+    @classmethod
+    def check_of(cls, sequence: Sequence, num_output_tokens: int, ordinal: int) -> Request:
+        """Return a request that computes the token after the first output tokens of a sequence again.
+
+        It has a salt of its own, so that it never uses blocks which another request has computed.
+        """
+        spec = replace(
+            sequence.request.spec,
+            max_tokens=num_output_tokens + 1,
+            num_sequences=1,
+            num_draft_tokens=0,
+            cache_salt=f"{sequence.request.spec.cache_salt}\0check",
+            is_cacheable=True,
+            retention=(),
+        )
+        check = cls(spec, ordinal, may_fetch=False, is_check=True)
+        check.times.first_scheduled_ns = 1  # it is not a part of the latencies
+        check.sequences = [Sequence(check, sequence.index)]
+        check.sequences[0].restore(sequence.output[:num_output_tokens])
+        return check
 
     def note_silence(self, group_id: str) -> int:
         """Record a group that fell silent while running the request; return how many groups have done so since its last

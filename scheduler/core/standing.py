@@ -33,6 +33,7 @@ class Standing:
         held_until_ns: The group gets nothing to run before this time.
         last_seen_ns: When it last registered or its epoch was ended.
         reason: Reason of the last fault or death; empty if there was none.
+        wrong_incarnation: The process whose results differed from those of other groups; it gets nothing to run again.
         lone_victims: Requests that were the only suspect when it died, since its last successful step.
     """
 
@@ -42,6 +43,7 @@ class Standing:
     held_until_ns: int = 0
     last_seen_ns: int = 0
     reason: str = ""
+    wrong_incarnation: int | None = None
     lone_victims: set[str] = field(default_factory=set)
 
     @property
@@ -52,7 +54,24 @@ class Standing:
 
     def is_held(self, now_ns: int) -> bool:
         """Return whether the group must not run anything now."""
-        return now_ns < self.held_until_ns
+        return self.is_wrong or now_ns < self.held_until_ns
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the process is held off for wrong results."""
+        return self.wrong_incarnation is not None
+
+    def note_wrong(self, incarnation: int, now_ns: int, reason: str) -> None:
+        """Record that the process's results differ from those of other groups. Nothing that it says about itself could
+        show that it is right again, so only another process ends this.
+        """
+        self.note_fault(now_ns, reason)
+        self.wrong_incarnation = incarnation
+
+    def note_process(self, incarnation: int) -> None:
+        """Record which process registers."""
+        if self.wrong_incarnation != incarnation:
+            self.wrong_incarnation = None
 
     def note_fault(self, now_ns: int, reason: str) -> None:
         """Record a fault of the worker itself."""

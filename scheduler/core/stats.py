@@ -39,6 +39,10 @@ class Totals:
     num_failed_handovers: int = 0  # handovers whose blocks could not be fetched
     num_worker_deaths: int = 0
     num_worker_faults: int = 0  # invalid messages and lost results
+    num_verified_steps: int = 0  # steps that another group computed again, with the same results
+    num_unverifiable_steps: int = 0  # steps to verify that no other group could compute
+    num_wrong_workers: int = 0  # groups whose results differed from those of others
+    num_unproved_tokens: int = 0  # tokens that such groups gave since their last verified step
     num_stale_messages: int = 0
     num_wasted_tokens: int = 0
     num_conservation_violations: int = 0

@@ -39,8 +39,13 @@ class StepBuilder:
         num_stalled: Number of sequences and of beam searches that lack a block.
     """
 
-    def __init__(self, group: WorkerGroup, clock: Clock, paused_requests: list[Request]) -> None:
+    def __init__(
+        self, group: WorkerGroup, clock: Clock, paused_requests: list[Request], *, is_check: bool = False
+    ) -> None:
+        """Begin a step. `is_check` means that it computes tokens of another group again."""
         self.group = group
+        self._is_check = is_check
+        self._is_verified = group.verifies_next_step and not is_check
         self.paused_requests = paused_requests
         self.num_tokens_left = group.max_num_tokens
         self.num_stalled = 0
@@ -198,7 +203,8 @@ class StepBuilder:
         self._generation = list(chosen)
         self.num_tokens_left -= len(chosen)
         # A recurrent state cannot be reset to before rejected drafts.
-        if group.num_waiting and not group.has_state:
+        # A verified step computes one token for each row, as its check does; drafts do not change the tokens.
+        if group.num_waiting and not group.has_state and not self._is_verified:
             self._plan_drafts(chosen)
         Sequence.compute_next(chosen)
         return len(chosen)
@@ -354,21 +360,25 @@ class StepBuilder:
         plan.ahead_hashes = group.take_hashes_ahead()
         generation, rows = self._write_generation()
         num_scheduled = len(self._context) + len(generation)
-        group.send(
-            InFlightStep(
-                step_id=plan.step_id,
-                ordinal=self._clock.num_steps,
-                planned_ns=self._clock.now_ns,
-                context=self._context,
-                generation=generation,
-                generation_rows=rows,
-                num_paused=len(self.paused_requests),
-                queue_latency_ns=self._queue_latency_ns,
-                num_empty_slots=max(0, -(-group.batch_size // group.num_micro_batches) - num_scheduled),
-                draft_limits=self._draft_limits,
-                adoption=adoption,
-            )
+        step = InFlightStep(
+            step_id=plan.step_id,
+            ordinal=self._clock.num_steps,
+            planned_ns=self._clock.now_ns,
+            context=self._context,
+            generation=generation,
+            generation_rows=rows,
+            num_paused=len(self.paused_requests),
+            queue_latency_ns=self._queue_latency_ns,
+            num_empty_slots=max(0, -(-group.batch_size // group.num_micro_batches) - num_scheduled),
+            draft_limits=self._draft_limits,
+            adoption=adoption,
         )
+        step.is_verified = self._is_verified and step.num_sampled > 0
+        plan.reports_digests = self._is_check or step.is_verified
+        if self._is_check:
+            group.send_check(step)
+        else:
+            group.send(step)
         if group.num_waiting:
             group.rest(generation)
         for chunk in self._context:
@@ -447,6 +457,8 @@ class Results:
             return f"{num_tokens} tokens, but {step.num_sampled} were requested"
         if num_tokens and max(event.token_ids) >= vocab_size:
             return f"token {max(event.token_ids)} is not in the vocabulary"
+        if len(event.logit_digests) not in (0, step.num_sampled):
+            return f"{len(event.logit_digests)} digests, but {step.num_sampled} rows"
         if event.missing_blocks and not event.missing_blocks.issubset(step.adoption.blocks):
             return "missing_blocks names a block that the step did not ask for"
         if (event.failures or event.outputs) and (problem := self._rows_problem(step, event)):
@@ -473,6 +485,8 @@ class Results:
 
     def commit(self, group: WorkerGroup, step: InFlightStep, event: StepDone) -> None:
         """Apply the result of the group's oldest step in flight, whose format has been checked."""
+        if group.can_verify:
+            group.note_committed(step, len(event.token_ids))
         failed = self._failed_rows(group, step, event)
         if event.outputs:
             self._keep_outputs(step, event, failed)

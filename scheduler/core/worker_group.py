@@ -30,6 +30,7 @@ from scheduler.core.standing import Standing
 from scheduler.core.timers import Clock
 
 _BY_ROW = attrgetter("row")
+_ALL_PPM = 1_000_000
 # Limit on the data that a step copies from tiers or a dead worker's pool, which takes a few tens of milliseconds.
 _MAX_ADOPTED_BYTES, _MAX_ADOPTED_BLOCKS = 32 << 20, 1024
 # Limit on the known hashes of one store, so that no worker can fill the memory. A registration cannot hold more either.
@@ -128,6 +129,8 @@ class WorkerGroup:
         fetched: Hashes of the blocks that it has fetched from other groups and not adopted yet.
         batch_size: Number of sequences started since the group was last empty.
         num_micro_batches: Number of steps, without sequences in common, that the group computes at the same time.
+        checks: Steps in flight that compute tokens of other groups again, by step id.
+        num_unproved_tokens: Number of tokens that it gave since its last verified step. unproved: Their requests.
     """
 
     def __init__(
@@ -182,6 +185,13 @@ class WorkerGroup:
         self.num_placed = 0
         self._num_beats_ahead = 0
         self._early_results: dict[int, StepDone] = {}
+        self.checks: dict[int, InFlightStep] = {}
+        # Only on CPUs do the same tokens give the same bits whatever else is in the batch.
+        is_exact = not registration.device.startswith("cuda")
+        self._verify_ppm = config.verify_ppm if is_exact and registration.num_micro_batches == 1 else 0
+        self._verify_credit = 0
+        self.num_unproved_tokens = 0
+        self.unproved: dict[str, None] = {}
         self.memory = (0, 0, 0)
         self._released_rows: list[int] = []
         self._free_rows = list(range(self.max_batch_size))
@@ -203,10 +213,45 @@ class WorkerGroup:
         """Whether the group is held off, so that it gets nothing to run for a while."""
         return self.standing.is_held(self._clock.now_ns)
 
+    @property
+    def can_verify(self) -> bool:
+        """Whether its results can be compared with those of other groups."""
+        return self._verify_ppm > 0
+
+    @property
+    def verifies_next_step(self) -> bool:
+        """Whether the next step that samples is to be verified: of n such steps, the share rounded down was."""
+        return self._verify_credit + self._verify_ppm >= _ALL_PPM
+
     def send(self, step: InFlightStep) -> None:
         """Add a step to the steps in flight."""
         self.in_flight.append(step)
         self.next_step_id += 1
+        if self._verify_ppm and step.num_sampled:
+            self._verify_credit += self._verify_ppm - _ALL_PPM * step.is_verified
+
+    def send_check(self, step: InFlightStep) -> None:
+        """Add a step that computes tokens of another group again. It is independent of the other steps in flight: its
+        result is used as soon as it arrives, and it is in addition to `max_in_flight`.
+        """
+        self.checks[step.step_id] = step
+        self.next_step_id += 1
+
+    def take_check(self, event: StepDone) -> InFlightStep | None:
+        """Remove and return the check of which this is the result; None if it is another step's."""
+        step = self.checks.pop(event.step_id, None)
+        if step is not None:
+            self.last_heard_ns = self.last_progress_ns = event.time_ns
+            self._num_beats_ahead = 0
+        return step
+
+    def note_committed(self, step: InFlightStep, num_tokens: int) -> None:
+        """Record that a step's result was applied, for the case that the group turns out to be wrong."""
+        if step.is_verified:
+            self.num_unproved_tokens, self.unproved = 0, {}
+        else:
+            self.num_unproved_tokens += num_tokens
+            self.unproved.update(dict.fromkeys(sequence.request.request_id for sequence in step.sampled()))
 
     def deliver(self, event: StepDone) -> str | None:
         """Store a result until the results of all earlier steps are applied.
@@ -223,11 +268,12 @@ class WorkerGroup:
         return ""
 
     def next_result(self) -> StepDone | None:
-        """Return and remove the result of the oldest step in flight, if it has arrived."""
-        return self._early_results.pop(self.in_flight[0].step_id, None) if self.in_flight else None
+        """Return the result of the oldest step in flight, if it has arrived."""
+        return self._early_results.get(self.in_flight[0].step_id) if self.in_flight else None
 
     def finish_step(self, event: StepDone) -> InFlightStep:
-        """Remove and return the oldest step in flight, whose result has been checked."""
+        """Remove and return the oldest step in flight, whose result has been checked, with its result."""
+        del self._early_results[event.step_id]
         self.standing.note_good_step()
         self.last_progress_ns = event.time_ns
         self._num_beats_ahead = 0
@@ -246,15 +292,28 @@ class WorkerGroup:
         """Process a heartbeat; return False if a result was lost."""
         self.last_heard_ns = event.time_ns
         self.memory = event.memory
-        self.stored.difference_update(event.removed_hashes)
-        note_stored(self.stored, event.stored_hashes)
-        if not self.in_flight or event.last_step_id < self.in_flight[0].step_id:
+        if self.registration.tier_store:
+            self.stored.difference_update(event.removed_hashes)
+            note_stored(self.stored, event.stored_hashes)
+        awaited = self._awaited_steps()
+        if not awaited or event.last_step_id < min(step.step_id for step in awaited):
             self._num_beats_ahead = 0
             return True
         # The worker finished a step whose result is missing. The first time may be due to reordering; the second time
         # the result is lost.
         self._num_beats_ahead += 1
         return self._num_beats_ahead < 2
+
+    def _awaited_steps(self) -> list[InFlightStep]:
+        """Return the steps whose results have not arrived."""
+        steps = [step for step in self.in_flight if step.step_id not in self._early_results]
+        return [*steps, *self.checks.values()] if self.checks else steps
+
+    @property
+    def awaited_since_ns(self) -> int | None:
+        """Since when the next result is awaited; None if none is."""
+        awaited = self._awaited_steps()
+        return max(self.last_progress_ns, min(step.planned_ns for step in awaited)) if awaited else None
 
     def take_released_rows(self) -> list[int]:
         """Return the rows that the worker must release before the next step; each row is returned once."""

@@ -34,12 +34,14 @@ from scheduler.core.effects import (
     RequestForgotten,
     SequenceEnded,
     StepPlan,
+    WorkerWrong,
 )
 from scheduler.core.events import Attached, Detached, Event, Recovered, Submitted, Turn, WorkerBeat, WorkerFailed
 from scheduler.core.prefix_cache import KvChange
 from scheduler.core.request import Request
 from scheduler.core.request_spec import RequestSpec
 from scheduler.core.stats import IterationStats
+from scheduler.core.worker_group import WorkerGroup
 from scheduler.edge.beam_outputs import report_beams
 from scheduler.edge.broadcast import Broadcast
 from scheduler.edge.dispatch import Dispatcher
@@ -51,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 Observer = Callable[[Event, list[Effect]], None]
 
+# Number of requests that a log line names.
+_MAX_NAMED = 20
 _MAX_ITERATIONS = 1_000
 _MAX_KV_EVENTS = 10_000
 # The events of an epoch are numbered from the epoch, shifted by this number of bits. An epoch is at least the number of
@@ -219,6 +223,9 @@ class Engine:
             self._iterations.append(effect.stats)
         elif isinstance(effect, GroupJoined):
             self._dispatcher.send_joined(effect)
+            group = self.core.membership.groups[effect.epoch]
+            if self.core.config.verify_ppm and (text := what_is_verified(group, self.core.groups)):
+                logger.warning("%s", text)
             self.on_joined(effect.connection, effect.epoch)
         elif isinstance(effect, GroupRefused):
             self._dispatcher.send_refused(effect)
@@ -227,12 +234,8 @@ class Engine:
         elif isinstance(effect, KvChanged):
             for change in effect.changes:
                 self.kv_events.append((effect.group_id, change))
-        elif isinstance(effect, PolicyFailed):
-            logger.error(
-                "the scheduler plugin failed in %s; the built-in policy takes its turn",
-                effect.method,
-                exc_info=effect.error,
-            )
+        else:
+            log_effect(effect)
 
     def _commit(self) -> None:
         entries, self._entries = self._entries, []
@@ -325,3 +328,34 @@ class Engine:
             self._turn_soon()
         else:
             self._arm()
+
+
+def what_is_verified(group: WorkerGroup, groups: Sequence[WorkerGroup]) -> str | None:
+    """Return why the setting `verify` cannot find wrong results of a group that has joined; None if it can."""
+    if not group.can_verify:
+        return f"results of worker {group.group_id} are not verified: only those of CPUs without pipeline stages are"
+    others = sum(other.can_verify and other.kind.agrees_with(group.kind) for other in groups) - 1
+    if others == 0:
+        return f"nothing can be verified: {group.group_id} is the only worker of its kind"
+    if others == 1:
+        return "two workers verify each other: if they differ, both are held off; a third one would decide"
+    return None
+
+
+def log_effect(effect: Effect) -> None:
+    """Log an effect that needs an operator's attention."""
+    if isinstance(effect, WorkerWrong):
+        logger.error(
+            "worker %s is held off until its process restarts: %s; %d tokens that it gave since its last verified step "
+            "were delivered, of the requests %s",
+            effect.group_id,
+            effect.reason,
+            effect.num_unproved_tokens,
+            ", ".join(effect.unproved_requests[:_MAX_NAMED]) or "(none)",
+        )
+    elif isinstance(effect, PolicyFailed):
+        logger.error(
+            "the scheduler plugin failed in %s; the built-in policy takes its turn",
+            effect.method,
+            exc_info=effect.error,
+        )

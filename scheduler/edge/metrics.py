@@ -88,6 +88,18 @@ class SchedulerCollector(Collector):
             ),
             ("num_worker_deaths", "Deaths of worker groups.", totals.num_worker_deaths),
             ("num_worker_faults", "Invalid results and messages from workers.", totals.num_worker_faults),
+            ("num_verified_steps", "Steps that another worker computed again, equally.", totals.num_verified_steps),
+            (
+                "num_unverifiable_steps",
+                "Steps to be verified that no other worker could compute.",
+                totals.num_unverifiable_steps,
+            ),
+            ("num_wrong_workers", "Workers held off because their results were wrong.", totals.num_wrong_workers),
+            (
+                "num_unproved_tokens",
+                "Tokens that wrong workers gave since their last verified steps, and that were delivered.",
+                totals.num_unproved_tokens,
+            ),
             ("num_policy_faults", "Exceptions of the scheduler plugin.", totals.num_policy_faults),
             ("num_quarantined", "Requests ended because they crashed workers.", totals.num_quarantined),
             ("prompt_tokens", "Context tokens computed.", totals.num_prompt_tokens),

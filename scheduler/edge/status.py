@@ -111,9 +111,10 @@ class CellStatusReport:
             role=group.role,
             num_stored_blocks=len(group.stored),
             kind=kind_to_proto(group.kind),
+            is_wrong=group.standing.is_wrong,
         )
-        if group.in_flight:
-            since_ns = max(group.last_progress_ns, group.in_flight[0].planned_ns)
+        since_ns = group.awaited_since_ns
+        if since_ns is not None:
             status.stalled_ms = max(0, now_ns - since_ns) // _NS_PER_MS
         if max_map_cells:
             status.block_map.CopyFrom(_block_map(blocks, max_map_cells))

@@ -245,6 +245,7 @@ def _encode_worker_event(
         result.candidate_stop_words.extend(event.candidate_stop_words)
         result.num_drafts.extend(event.num_drafts)
         result.missing_blocks.extend(sorted(event.missing_blocks))
+        result.logit_digests.extend(event.logit_digests)
         for row, failure in event.failures:
             error = result.errors.add(row=row).error
             error.code, error.message, error.field = failure.code, failure.message, failure.field
@@ -278,6 +279,7 @@ def _encode_worker_event(
 def _encode_plan(plan: StepPlan, message: pb.RecordedPlan) -> None:
     message.group_id, message.epoch, message.step_id = plan.group_id, plan.epoch, plan.step_id
     message.repeats_generation = plan.repeats_generation
+    message.reports_digests = plan.reports_digests
     for name in _PLAN_LISTS:
         values = getattr(plan, name)
         if values:

@@ -8,6 +8,7 @@ fitted to the recorded steps.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from scheduler.replay.measures import Measures, plot, table
 from scheduler.replay.recording import read_recording
 from scheduler.replay.recording_codec import Outcome, decode_config, decode_event, encode_outcome
 from scheduler.replay.simulation import Script, Simulation, from_outside
+from scheduler.replay.time_line import TimeLine
 
 
 @dataclass(slots=True)
@@ -53,11 +55,12 @@ class Replay:
     scripts: dict[tuple[str, int], Script] = field(default_factory=dict)
 
 
-def replay(path: Path, *, keep_outside: bool = False) -> Replay:
+def replay(path: Path, *, keep_outside: bool = False, time_line: TimeLine | None = None) -> Replay:
     """Replay a recording in a core with the same settings, up to the first difference.
 
     Args:
         keep_outside: Whether to collect the input of a simulation, which takes memory for every request.
+        time_line: Receives what happens to one token.
 
     Raises:
         ConfigError: The file is not a recording, or its scheduler plug-in is not installed.
@@ -71,7 +74,11 @@ def replay(path: Path, *, keep_outside: bool = False) -> Replay:
             continue
         assert core is not None
         event = decode_event(record)
+        if time_line is not None:
+            time_line.before(core, event)
         effects = core.handle(event)
+        if time_line is not None:
+            time_line.after(core, event, effects)
         result.num_events += 1
         result.num_plans += len(record.plans)
         result.duration_ns = max(result.duration_ns, event.time_ns - first_ns)
@@ -155,7 +162,7 @@ def simulate(recorded: Replay, changes: Changes) -> Measures:
     started.batching_type = changes.batching_type or started.batching_type
     config = decode_config(started.config)
     limits = {name: getattr(changes, name) for name in ("max_num_tokens", "max_batch_size") if getattr(changes, name)}
-    config = replace(config, **limits)
+    config = replace(config, **limits, verify_ppm=0)  # simulated workers are always right
     if changes.num_blocks:
         limits["num_blocks"] = changes.num_blocks
     outside = (replace(event, **limits) if isinstance(event, WorkerRegistered) else event for event in recorded.outside)
@@ -185,6 +192,9 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.add_argument(
             f"--{name}", type=_positive, default=0, metavar="N", help=f"Simulate this number of {text}."
         )
+    parser.add_argument("--request", metavar="ID", help="Print what happened to one token of this request, as JSON.")
+    parser.add_argument("--at-token", type=int, default=0, metavar="N", help="With --request: the token's index. [0]")
+    parser.add_argument("--sequence", type=int, default=0, metavar="I", help="With --request: the sequence. [0]")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="Plot the run over time to a PNG or SVG file.")
     arguments = parser.parse_args(words)
     try:
@@ -196,6 +206,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False, soft_wrap=True)
+    if arguments.request is not None:
+        return _show_token(arguments)
     changes = Changes(**{name: getattr(arguments, name) for name in Changes.__slots__})
     begin = time.perf_counter()
     recorded = replay(arguments.file, keep_outside=bool(changes))
@@ -216,6 +228,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         plot(columns, arguments.plot)
     return 0
+
+
+def _show_token(arguments: argparse.Namespace) -> int:
+    time_line = TimeLine(arguments.request, arguments.at_token, arguments.sequence)
+    recorded = replay(arguments.file, time_line=time_line)
+    print(json.dumps(time_line.to_json() | {"difference": recorded.difference}))
+    return 1 if recorded.difference else 0
 
 
 def _positive(text: str) -> int:

@@ -89,7 +89,9 @@ def spec_from_proto(
         stop_token_ids=frozenset(stop_ids(request, limits)),
         stop_sequences=tuple([tuple(word.values) for word in request.stopping.stop_word_token_ids]),
         # A completed grammar overrides min_tokens, so that a stop token then ends the sequence.
-        min_tokens=0 if request.HasField("guided_decoding") else sampling.min_tokens,
+        min_tokens=0
+        if request.HasField("guided_decoding")
+        else max(sampling.min_tokens - request.continuation.num_output_tokens, 0),
         num_draft_tokens=_num_draft_tokens(request) if request.HasField("speculative") else 0,
         client_id=request.client_id,
         priority=request.priority,

@@ -123,6 +123,7 @@ def _step_done(message: worker_pb2.WorkerMessage, connection: bytes, time_ns: in
         candidate_stop_words=list(result.candidate_stop_words),
         num_drafts=list(result.num_drafts),
         missing_blocks=frozenset(result.missing_blocks),
+        logit_digests=tuple(result.logit_digests),
     )
 
 
@@ -137,6 +138,7 @@ def encode_step(plan: StepPlan) -> bytes:
     batch.epoch = plan.epoch
     batch.step_id = plan.step_id
     batch.repeat_generation = plan.repeats_generation
+    batch.reports_digests = plan.reports_digests
     lists = _lists_of(plan)
     if any(lists):
         for name, values in zip(STEP_LISTS, lists, strict=True):
@@ -165,16 +167,19 @@ def _encode_added(added: AddedSequence, message: worker_pb2.AddSequence) -> None
     request = generation_pb2.GenerateRequest.FromString(spec.payload)
     message.row = added.row
     message.request_id = spec.request_id
-    message.sequence_index = sequence.index
+    # At most one sequence has a continuation, so that its index is 0 here.
+    message.sequence_index = sequence.index + request.continuation.sequence_index
     message.token_ids.extend(spec.prompt)
     if added.num_output_tokens:
         message.token_ids.extend(sequence.output[: added.num_output_tokens])
-    message.num_prompt_tokens = len(spec.prompt)
+    message.num_given_tokens = request.continuation.num_output_tokens
+    message.num_prompt_tokens = len(spec.prompt) - message.num_given_tokens
     message.block_ids.extend(added.block_ids)
     message.sampling.CopyFrom(request.sampling)
     message.end_ids.extend(sorted(spec.stop_token_ids))
     message.bad_words.extend(request.stopping.bad_word_token_ids)
-    message.output.CopyFrom(request.output)
+    if not sequence.request.is_check:
+        message.output.CopyFrom(request.output)
     if spec.beam_width > 1 and (spec.stop_words or spec.stop_sequences):
         _set_stop_words(spec, request, message.beam_stop_words)
     for name in ("guided_decoding", "lora", "speculative"):

@@ -173,6 +173,11 @@ CASES = {
         {'midstream:num_worker_groups_held_off{pod="p"}': constant(0)},
         "In one, 2 worker groups return wrong results or die early, and are held off.",
     ),
+    "MidstreamWorkerWrong": Case(
+        {'midstream:num_wrong_workers_total{pod="p"}': "0x20 3x40"},
+        {'midstream:num_wrong_workers_total{pod="p"}': constant(3)},
+        "In one, the results of 3 workers differ from those of others. Find out which tokens are unproved.",
+    ),
     "MidstreamJournalLost": Case(
         {'midstream:journal_losses_total{pod="p"}': "0x25 1x40"},
         {'midstream:journal_losses_total{pod="p"}': constant(0)},

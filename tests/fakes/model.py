@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from protos import generation_pb2, worker_pb2
 
@@ -85,6 +86,7 @@ class FakeModel:
         fail_token: A row whose prompt contains this token fails.
         checks: Whether to verify the KV cache in each step.
         followers: For some tokens, the token that follows instead of the next number.
+        digest_shift: Added to the digests of logits, which are the sampled tokens.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class FakeModel:
         self.attention_window = attention_window
         self.sink_token_length = sink_token_length
         self.followers: dict[int, int] = {}
+        self.digest_shift = 0
         self.num_context_tokens = 0
         self.num_steps = 0
         self.rows: dict[int, Row] = {}
@@ -147,12 +150,19 @@ class FakeModel:
                 count += self._accept(row, row_number, limits[row_number], tokens, result)
             counts.append(count)
         result.token_ids.extend(tokens)
+        self._report_digests(batch, counts, result)
         if any(count != 1 for count in counts):
             result.num_tokens.extend(counts)
         if limits:
             drafts = {number: limits.get(number, 0) for number in self.generating}
             result.num_drafts.extend([0] * (len(counts) - len(drafts)) + list(drafts.values()))
         return result
+
+    def _report_digests(self, batch: worker_pb2.StepBatch, counts: list[int], result: worker_pb2.StepResult) -> None:
+        if batch.reports_digests:
+            ends = accumulate(counts)
+            digests = (result.token_ids[end - 1] + self.digest_shift if end else 0 for end in ends)
+            result.logit_digests.extend(digests)
 
     def _row(self, number: int) -> Row:
         if number not in self.rows:

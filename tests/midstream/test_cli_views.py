@@ -19,9 +19,10 @@ from midstream.cli.health import probe_health
 from midstream.cli.logs import last_lines, last_message
 from midstream.cli.pace import Pace
 from midstream.cli.run_dir import ProcessPhase, ProcessState, RunState
-from midstream.cli.status import ProcessStatus, _table
+from midstream.cli.status import ProcessStatus, _status, _table
 from midstream.config import RouterConfig, SchedulerConfig, parse_config
 from midstream.model.families import SERVED_FAMILIES
+from protos.loads_pb2 import WorkerGroupInfo
 
 
 def test_fast_responses_are_printed_line_by_line() -> None:
@@ -81,6 +82,19 @@ def test_status_fits_a_terminal_of_80_columns() -> None:
     text = output.getvalue()
     parts = [f"{protocol} {address}" for protocol, address in addresses.items()]
     assert all(part in text for part in ("detokenizer-0", "1234567", "serving", "epoch 1882672033313062913", *parts))
+
+
+def test_status_says_why_a_worker_gets_no_work() -> None:
+    groups = {
+        "worker-0": WorkerGroupInfo(group_id="worker-0", epoch=5, held_off="wrong results: token 3"),
+        "worker-1": WorkerGroupInfo(group_id="worker-1", epoch=6),
+    }
+    found = [_status(ProcessState(name, "gpu_worker", {}, ""), "serving", 7, groups) for name in groups]
+    assert [(item.health, item.epoch) for item in found] == [("held off: wrong results: token 3", 5), ("serving", 6)]
+    scheduler = _status(ProcessState("scheduler-0", "scheduler", {}, ""), "serving", 7, groups)
+    assert (scheduler.health, scheduler.epoch, scheduler.worker_kind) == ("serving", 7, "")
+    stopped = _status(ProcessState("worker-0", "gpu_worker", {}, ""), "stopped", 7, groups)
+    assert stopped.health == "stopped"
 
 
 def test_the_end_of_a_log_is_readable(tmp_path: Path) -> None:

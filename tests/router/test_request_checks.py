@@ -118,6 +118,20 @@ BAD: list[tuple[str, pb.GenerateRequest]] = [
     ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="hidden_states.31")])),
     ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="topk_logits.1025")])),
     ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="token_logits.0.49152")])),
+    ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="sampling.1025")])),
+    (
+        "output.additional_outputs.name",
+        output(additional_outputs=[pb.AdditionalOutput(name="sampling.2", gather_context=True)]),
+    ),
+    ("continuation", pb.GenerateRequest(prompt="x", continuation=pb.Continuation(num_output_tokens=1))),
+    (
+        "continuation.num_output_tokens",
+        pb.GenerateRequest(token_ids=pb.TokenIds(values=[1, 2]), continuation=pb.Continuation(num_output_tokens=2)),
+    ),
+    (
+        "continuation.sequence_index",
+        pb.GenerateRequest(token_ids=pb.TokenIds(values=[1, 2]), continuation=pb.Continuation(sequence_index=128)),
+    ),
     ("output.additional_outputs.name", output(additional_outputs=[pb.AdditionalOutput(name="topk_logits.5")] * 2)),
     ("output.additional_outputs", output(additional_outputs=[pb.AdditionalOutput(name="topk_logits.5")] * 17)),
     ("sampling.top_p_decay", sampling(top_p_decay=0.0)),

@@ -122,6 +122,7 @@ class Harness:
             max_attention_window=more.pop("max_attention_window", self.config.max_attention_window),
             sink_token_length=more.pop("sink_token_length", self.config.sink_token_length),
             role=more.pop("role", ""),
+            device=more.pop("device", ""),
             kv_source=more.pop("kv_source", ""),
             num_micro_batches=more.pop("num_micro_batches", 1),
             block_kind=more.pop("block_kind", ""),
@@ -359,8 +360,12 @@ def own_prompt(request_id: str, length: int) -> list[int]:
 
 
 def describe(plan: StepPlan, group: WorkerGroup) -> str:
-    """Return a step as text: `+a b[0:4] | c d` lists context chunks (+ marks a new row), then generating requests."""
-    step = next(step for step in group.in_flight if step.step_id == plan.step_id)
+    """Return a step as text: `+a b[0:4] | c d` lists context chunks (+ marks a new row), then generating requests.
+
+    The names of requests that check others end with a question mark.
+    """
+    steps = (*group.in_flight, *group.checks.values())
+    step = next(step for step in steps if step.step_id == plan.step_id)
     new = {added.row for added in plan.added}
     chunks = []
     for (row, sequence, length, *_), start in zip(step.context, plan.context_starts, strict=True):
@@ -370,5 +375,5 @@ def describe(plan: StepPlan, group: WorkerGroup) -> str:
 
 
 def _name(sequence: Any) -> str:
-    name: str = sequence.request.request_id
+    name: str = sequence.request.request_id + "?" * sequence.request.is_check
     return name if len(sequence.request.placed_sequences) == 1 else f"{name}/{sequence.index}"

@@ -30,6 +30,7 @@ SHARED_NAMES = {
     "num_handovers",
     "num_kind_changes",
     "num_steps",
+    "num_unproved_tokens",
 }
 
 

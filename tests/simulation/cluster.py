@@ -41,6 +41,7 @@ class Shape:
         window: Maximum number of a call's messages that are in transit or unread.
         transport: The transport, as in the configuration of the components.
         kinds: Kind of each worker that differs from the usual one, by name.
+        has_stages: Whether some workers have several pipeline stages.
         all_kv: Whether workers always have roles and tiers; otherwise, the seed determines it.
     """
 
@@ -51,6 +52,7 @@ class Shape:
     step_s: float = 0.01
     window: int = 16
     transport: str = "frames"
+    has_stages: bool = True
     all_kv: bool = False
     kinds: dict[str, int] = field(default_factory=dict)
     scheduler: dict[str, Any] = field(default_factory=dict)
@@ -215,6 +217,7 @@ class Cluster:
             self.host,
             self._role(name),
             shape.kinds.get(name, 0),
+            has_stages=shape.has_stages,
         )
         self.workers[name] = worker
         return await worker.run()

@@ -71,8 +71,13 @@ class SimulatedModel:
     """
 
     def __init__(self, num_blocks: int, tokens_per_block: int = TOKENS_PER_BLOCK, kind: int = 0) -> None:
-        """Models of different kinds have other states, and therefore other tokens and blocks."""
+        """Models of different kinds have other states, and therefore other tokens and blocks.
+
+        Attributes:
+            flip: Bits that are wrong in every state from which a token is sampled.
+        """
         self._kind = kind
+        self.flip = 0
         self._rows: dict[int, Row] = {}
         self._size = tokens_per_block
         self._generating: list[int] = []
@@ -103,7 +108,8 @@ class SimulatedModel:
         self._compute(spans)
         log_probs: list[RowLogProbs] = []
         tokens = [self._sample(row, log_probs) for row in sampling + rows]
-        return StepOutput(np.array(tokens, dtype=np.int32), tuple(log_probs), (), 0.001)
+        digests = (row.states[len(row.tokens) - 1] ^ self.flip for row in sampling + rows if step.reports_digests)
+        return StepOutput(np.array(tokens, dtype=np.int32), tuple(log_probs), (), 0.001, logit_digests=tuple(digests))
 
     def _row(self, number: int) -> Row:
         if number not in self._rows:
@@ -157,7 +163,7 @@ class SimulatedModel:
     def _sample(self, row: Row, log_probs: list[RowLogProbs]) -> int:
         sampling = row.new.sampling
         position = len(row.tokens) - row.new.num_prompt_tokens
-        token = next_token(row.states[len(row.tokens)], sampling.seed, row.new.sequence_index)
+        token = next_token(row.states[len(row.tokens)] ^ self.flip, sampling.seed, row.new.sequence_index)
         if token in sampling.end_ids and position < sampling.min_tokens:
             token = FIRST_PLAIN_ID
         row.tokens.append(token)

@@ -238,6 +238,8 @@ class SimulatedWorker:
         host: Host,
         role: str,
         kind: int = 0,
+        *,
+        has_stages: bool = True,
     ) -> None:
         host = host.of_kind(kind)
         self.process = running()
@@ -269,11 +271,11 @@ class SimulatedWorker:
             block_bytes=_BLOCK_BYTES,
             role=role,
             kv_source=f"at {name}" if role == "prefill" else "",
-            num_micro_batches=1 + incarnation % 2,
+            num_micro_batches=1 + incarnation % 2 if has_stages else 1,
         )
         hashes = np.zeros(num_blocks, dtype=np.uint64)
-        self._model = SimulatedModel(num_blocks, tokens_per_block, kind)
-        pool = (self.process, hashes, self._model.slots)
+        self.model = SimulatedModel(num_blocks, tokens_per_block, kind)
+        pool = (self.process, hashes, self.model.slots)
         self._fetcher = Fetcher(network, host.pools, step_s)
         self._tiers = None if host.tier is None else Tiers(network, host.tier, pool, step_s)
         kept = KeptBlocks(hashes, None if self._tiers is None else self._tiers.offer)
@@ -293,7 +295,7 @@ class SimulatedWorker:
             elif isinstance(work, WaitingStep):
                 await self._execute(work)
             elif isinstance(work, EpochStarted):
-                self._model.clear()
+                self.model.clear()
             else:
                 assert isinstance(work, Stopped)
                 # The wait stands in for the socket's linger time, in which it sends its remaining messages.
@@ -317,7 +319,7 @@ class SimulatedWorker:
             await asyncio.sleep(1)
         await asyncio.sleep(self._step_s * self._network.dice.uniform(0.5, 1.5))
         missing = self._adopt(step)
-        output = replace(self._model.run(step), missing_blocks=missing)
+        output = replace(self.model.run(step), missing_blocks=missing)
         if self.lies:
             self.lies -= self.lies > 0
             output = self._lie(output)
@@ -349,7 +351,7 @@ class SimulatedWorker:
             if slots is None:
                 missing.append(block)
             else:
-                self._model.slots[block] = slots
+                self.model.slots[block] = slots
                 self._host.happened[f"adopted {place}"] += 1
                 self._network.note(f"{self.process!r} adopts block {block}, {place}")
         return tuple(missing)
