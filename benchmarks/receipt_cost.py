@@ -103,9 +103,7 @@ def ended_receipts() -> float:
         request.sequences[0].finish(SequenceEnd(FinishReason.LENGTH, NUM_TOKENS))
 
     def make() -> None:
-        bodies = [
-            receipt_body(request, contents, CLOCK) for request, contents in zip(ended, accepted, strict=True)
-        ]
+        bodies = [receipt_body(request, contents, CLOCK) for request, contents in zip(ended, accepted, strict=True)]
         for start in range(0, NUM_REQUESTS, NUM_TOGETHER):
             KEY.sign(merkle_root(list(map(body_leaf, bodies[start : start + NUM_TOGETHER]))))
 

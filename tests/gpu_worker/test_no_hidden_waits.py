@@ -118,7 +118,7 @@ def test_recorded_steps_read_nothing_from_the_device(tmp_path: Path, name: str, 
     family, settings = MODELS[name]
     make_tiny_model(tmp_path, family, **settings)
     folder = open_model_folder(str(tmp_path))
-    description = describe(folder.config, 0)
+    description = describe(folder.config)
     decoder = TorchDecoder(description, DecoderWeights(folder, description, weights), torch.bfloat16, META)
     decoder.reserve_adapters(1 << 16, 8)
     num_recorded = 0

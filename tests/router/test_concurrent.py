@@ -103,6 +103,6 @@ async def test_embeddings_that_fail_are_freed(cluster: Cluster, num_inputs: int)
 @pytest.mark.usefixtures("_no_collection")
 async def test_a_kserve_request_that_fails_is_freed(cluster: Cluster) -> None:
     router: Any = await cluster.add_router(await cluster.add_detokenizer())
-    servicer = KserveServicer(router.servicer)
+    servicer = KserveServicer(router.servicer, {})
     request = infer_request("text_output", min_length=("INT32", 1 << 30))
     assert await is_freed(servicer.ModelInfer(request, CONTEXT))

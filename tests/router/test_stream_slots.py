@@ -159,7 +159,7 @@ async def test_a_refused_call_is_freed_without_a_garbage_collection(
 ) -> None:
     slots = StreamSlots(1, 1, min_idle_s=min_idle_s, wait_s=0.0 if min_idle_s else 60.0)
     monkeypatch.setattr(kserve, "StreamSlots", lambda: slots)
-    servicer, messages, refusals = kserve.KserveServicer(Mock()), [Silent(), Silent()], list[str]()
+    servicer, messages, refusals = kserve.KserveServicer(Mock(), {}), [Silent(), Silent()], list[str]()
 
     async def call(number: int) -> None:
         token = current_caller.set(Caller("a"))
