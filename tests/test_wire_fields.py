@@ -34,6 +34,7 @@ ALLOWED: dict[tuple[str, str] | str, str] = {
     "FramesOffer": "one module of midstream/ both writes and reads it",
     ("SchedulerMessage", "heartbeat_ack"): "a worker only checks that a message arrived",
     "LedgerEntry": "the router shows all of its fields as JSON",
+    "LedgerPage": "the scheduler stores it for itself",
     "RouterStatus": "the scheduler passes it unchanged to the other routers",
     "ClientUsage": "a part of RouterStatus",
     "UsageInterval": "a part of RouterStatus",

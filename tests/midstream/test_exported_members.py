@@ -19,6 +19,7 @@ def test_all_public_names_are_exported(package: ModuleType) -> None:
         for name, value in vars(package).items()
         if not name.startswith("_") and not isinstance(value, ModuleType) and name != "annotations"
     }
+    names |= {name for name in package.__all__ if isinstance(getattr(package, name), ModuleType)}
     assert set(package.__all__) == names
 
 
