@@ -499,6 +499,7 @@ class KvBlocksStored(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     TOKENS_PER_BLOCK_FIELD_NUMBER: builtins.int
     LORA_NAME_FIELD_NUMBER: builtins.int
+    PRIORITIES_FIELD_NUMBER: builtins.int
     parent_hash: builtins.int
     """Hash of the block that precedes the first of block_hashes; 0 at the beginning of a prompt."""
     tokens_per_block: builtins.int
@@ -507,6 +508,10 @@ class KvBlocksStored(google.protobuf.message.Message):
     def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def priorities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Retention priority of each block; empty if all have the default, 35, and in a snapshot."""
+
     def __init__(
         self,
         *,
@@ -515,8 +520,9 @@ class KvBlocksStored(google.protobuf.message.Message):
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         tokens_per_block: builtins.int = ...,
         lora_name: builtins.str = ...,
+        priorities: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_hashes", b"block_hashes", "lora_name", b"lora_name", "parent_hash", b"parent_hash", "token_ids", b"token_ids", "tokens_per_block", b"tokens_per_block"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_hashes", b"block_hashes", "lora_name", b"lora_name", "parent_hash", b"parent_hash", "priorities", b"priorities", "token_ids", b"token_ids", "tokens_per_block", b"tokens_per_block"]) -> None: ...
 
 global___KvBlocksStored = KvBlocksStored
 

@@ -8,7 +8,6 @@ with GenerationExecutor.create(model="smollm2") as executor:
 
 from __future__ import annotations
 
-from midstream.executor import kv_cache
 from midstream.executor.batch_manager import GptManager, TrtGptModelOptionalParams
 from midstream.executor.completion_output import CompletionOutput, Logprob
 from midstream.executor.config import (
@@ -177,6 +176,5 @@ __all__ = [
     "TrtGptModelOptionalParams",
     "TrtGptModelType",
     "deserialize_result",
-    "kv_cache",
     "serialize_result",
 ]

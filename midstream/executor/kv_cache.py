@@ -40,7 +40,7 @@ class KVCacheStoredBlockData:
         tokens: Its tokens.
         lora_id: Task id of the adapter, if there is one.
         cache_level: Always 0, the device.
-        priority: Always the default, 35.
+        priority: Its retention priority; a later change is not reported.
     """
 
     block_hash: int
@@ -173,11 +173,13 @@ class KVCacheEventManager:
             self._stored.setdefault(event.group_id, {}).update(dict.fromkeys(stored.block_hashes))
             size, tokens = stored.tokens_per_block, stored.token_ids
             lora_id = self._lora_id(stored.lora_name)
+            priorities = list(stored.priorities) or [_DEFAULT_PRIORITY] * len(stored.block_hashes)
+            starts = range(0, len(tokens), size)
             blocks = [
                 KVCacheStoredBlockData(
-                    block_hash, [UniqueToken(token) for token in tokens[start : start + size]], lora_id
+                    block_hash, list(map(UniqueToken, tokens[start : start + size])), lora_id, priority=priority
                 )
-                for block_hash, start in zip(stored.block_hashes, range(0, len(tokens), size), strict=True)
+                for block_hash, start, priority in zip(stored.block_hashes, starts, priorities, strict=True)
             ]
             yield KVCacheStoredData(stored.parent_hash or None, blocks)
         elif event.HasField("removed"):

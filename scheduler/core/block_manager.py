@@ -191,6 +191,13 @@ class BlockManager:
             self._take_cached(block)
             self._put_cached(block, now_ns)
 
+    def priorities_of(self, blocks: Iterable[int]) -> tuple[int, ...]:
+        """Return the retention priorities of blocks; empty if all have the default."""
+        if not self._retention:
+            return ()
+        found = tuple([self._retention.get(block, _DEFAULT).priority for block in blocks])
+        return found if any(priority != DEFAULT_RETENTION_PRIORITY for priority in found) else ()
+
     def _note_retained(self, block: int) -> None:
         value = self.prefix_cache.hash_of(block)
         if value is not None:

@@ -13,7 +13,7 @@ treated as computed once its step is planned.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 from midstream import kv_hashes
@@ -29,7 +29,8 @@ _MAX_LOOKUPS = 64
 @dataclass(slots=True)
 class BlocksStored:
     """Consecutive blocks of one hash chain became findable. `token_ids` are the tokens of all these blocks in order; if
-    there are none, the blocks may belong to different chains, and their tokens and adapters are unknown.
+    there are none, the blocks may belong to different chains, and their tokens and adapters are unknown. `priorities`
+    are their retention priorities, empty if all have the default.
     """
 
     parent_hash: int
@@ -37,6 +38,7 @@ class BlocksStored:
     token_ids: array[int]
     lora_name: str
     tokens_per_block: int
+    priorities: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +134,10 @@ class PrefixCache:
         lookups: The results of recent lookups.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, priorities_of: Callable[[Iterable[int]], tuple[int, ...]] = lambda _: ()) -> None:
+        """`priorities_of` returns the retention priorities of blocks, empty if all have the default."""
         self.lookups = Lookups()
+        self._priorities_of = priorities_of
         self._block_of: dict[int, int] = {}
         self._hash_of: dict[int, int] = {}
         # Blocks that no planned step computes yet, and the writer of each; None means the next sequence that needs the
@@ -244,6 +248,7 @@ class PrefixCache:
                 token_ids=tokens,
                 lora_name=sequence.request.spec.lora_name,
                 tokens_per_block=tokens_per_block,
+                priorities=self._priorities_of(sequence.table[first_block:end_block]),
             )
         )
 

@@ -153,7 +153,7 @@ class WorkerGroup:
         self.max_batch_size = min(config.max_batch_size, registration.max_batch_size)
         self.max_num_tokens = min(config.max_num_tokens, registration.max_num_tokens)
         self.num_micro_batches = registration.num_micro_batches
-        self.prefix_cache = PrefixCache()
+        self.prefix_cache = PrefixCache(self._priorities_of)
         self.blocks = BlockManager(registration.num_blocks, self.prefix_cache)
         self.tables = BlockTables(config, self.blocks, self.tokens_per_block, clock, registration.attention_window)
         self.adapters = AdapterRoom(registration.lora_cache_bytes)
@@ -427,6 +427,9 @@ class WorkerGroup:
     def inflight_request_ids(self) -> frozenset[str]:
         """Return the ids of requests that run in a step in flight."""
         return frozenset(request.request_id for step in self.in_flight for request in step.requests())
+
+    def _priorities_of(self, blocks: Iterable[int]) -> tuple[int, ...]:
+        return self.blocks.priorities_of(blocks)
 
     def blocks_alone(self, request: Request) -> int:
         """Return the maximum number of blocks that the request holds at one time on an empty group, even if it restarts

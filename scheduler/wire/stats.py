@@ -133,6 +133,7 @@ def kv_event_proto(sequence_number: int, group_id: str, change: KvChange) -> sta
         event.stored.token_ids.extend(change.token_ids)
         event.stored.tokens_per_block = change.tokens_per_block
         event.stored.lora_name = change.lora_name
+        event.stored.priorities.extend(change.priorities)
     elif isinstance(change, BlocksRemoved):
         event.removed.block_hashes.extend(change.block_hashes)
     else:

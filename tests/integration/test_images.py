@@ -20,6 +20,7 @@ from PIL import Image
 from transformers import Idefics3Processor
 
 from midstream.client import AsyncClient
+from midstream.executor import GenerationExecutor, MultimodalParams, SamplingParams
 from protos import generation_pb2 as pb
 from protos import loads_pb2
 from tests.gpu_worker.vision_model import CHAT_TEMPLATE, TOKENS_PER_TILE, image_processor, make_vision_model, picture
@@ -84,6 +85,14 @@ def request(prompt: str, *images: bytes) -> pb.GenerateRequest:
         sampling=pb.SamplingConfig(temperature=0),
         stopping=pb.StoppingConfig(ignore_eos=True),
     )
+
+
+def test_the_executor_takes_files_and_images(vision: Vision) -> None:
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+    with GenerationExecutor.create(address=vision.service.routers()[0]) as executor:
+        for image in RED:  # as an image of Pillow, and as a file
+            result = executor.generate("See <image>?", params, multimodal_params=MultimodalParams({"image": image}))
+            assert result.outputs[0].token_ids == vision.expected("See <image>?", [RED[0]])
 
 
 async def test_each_api_gives_the_tokens_of_transformers_and_encodes_an_image_once(vision: Vision) -> None:

@@ -53,6 +53,16 @@ def test_blocks_are_stored_with_their_tokens_and_removed() -> None:
     assert [event.event_id for event in events.get_latest_events()] == [4]
 
 
+def test_blocks_have_their_priorities() -> None:
+    events = manager()
+    event = stored([10, 20])
+    event.stored.priorities.extend([90, 35])
+    events.add([event])
+    data = events.get_latest_events()[-1].data
+    assert isinstance(data, KVCacheStoredData)
+    assert [block.priority for block in data.blocks] == [90, 35]
+
+
 def test_a_cleared_cache_removes_what_was_stored_in_it() -> None:
     events = manager()
     events.add([stored([10, 20]), stored([50], group="h"), removed(10), cleared("g"), cleared("g")])

@@ -18,6 +18,7 @@ import pytest
 
 from midstream import executor as api
 from midstream.errors import MidstreamError
+from midstream.executor import kv_cache
 
 _NONE = None
 _RANGE = api.KvCacheRetentionConfig.TokenRangeRetentionConfig
@@ -359,15 +360,15 @@ METHODS: dict[Any, str] = {
 }
 # Classes of the submodule kv_cache, which only the executor creates, with the attributes that can be read.
 READ_ONLY: dict[Any, str] = {
-    api.kv_cache.KVCacheCreatedData: "num_blocks_per_cache_level",
-    api.kv_cache.UniqueToken: "token_id token_extra_id",
-    api.kv_cache.KVCacheStoredBlockData: "block_hash tokens lora_id cache_level priority",
-    api.kv_cache.KVCacheStoredData: "parent_hash blocks",
-    api.kv_cache.KVCacheRemovedData: "block_hashes",
-    api.kv_cache.KVCacheEventDiffInt: "old_value new_value",
-    api.kv_cache.KVCacheUpdatedData: "block_hash cache_level priority",
-    api.kv_cache.KVCacheEvent: "event_id data window_size attention_dp_rank",
-    api.kv_cache.KVCacheEventManager: "get_latest_events",
+    kv_cache.KVCacheCreatedData: "num_blocks_per_cache_level",
+    kv_cache.UniqueToken: "token_id token_extra_id",
+    kv_cache.KVCacheStoredBlockData: "block_hash tokens lora_id cache_level priority",
+    kv_cache.KVCacheStoredData: "parent_hash blocks",
+    kv_cache.KVCacheRemovedData: "block_hashes",
+    kv_cache.KVCacheEventDiffInt: "old_value new_value",
+    kv_cache.KVCacheUpdatedData: "block_hash cache_level priority",
+    kv_cache.KVCacheEvent: "event_id data window_size attention_dp_rank",
+    kv_cache.KVCacheEventManager: "get_latest_events",
 }
 # Attributes that can be created, and are refused when they are used.
 REFUSED_IN_USE = {

@@ -12,6 +12,7 @@ from scheduler.core.request import FinishReason
 from scheduler.core.request_spec import RetentionRange
 from scheduler.core.steps import kv_stats
 from scheduler.wire.requests import spec_from_proto
+from scheduler.wire.stats import kv_event_proto
 from tests.scheduler.harness import LIMITS, Harness
 
 PREFIX = list(range(100, 116))  # 4 blocks
@@ -164,6 +165,17 @@ def test_retention_keeps_a_system_prompt(num_before: int) -> None:
     harness.submit("again", [*range(8), 501], 1)
     harness.run()
     assert harness.core.lifecycle.requests["again"].counters.num_cached_tokens == 8
+
+
+def test_stored_blocks_are_reported_with_their_priorities() -> None:
+    harness = Harness()
+    harness.add_group()
+    harness.submit("plain", PREFIX, 1)
+    harness.submit("kept", [*range(500, 513)], 1, retention=(RetentionRange(start=0, end=8, priority=90),))
+    harness.run()
+    stored = [item for item in changes(harness) if isinstance(item, BlocksStored)]
+    assert [(item.token_ids[0], item.priorities) for item in stored] == [(PREFIX[0], ()), (500, (90, 90, 35))]
+    assert list(kv_event_proto(1, "g", stored[1]).stored.priorities) == [90, 90, 35]
 
 
 @pytest.mark.parametrize("length", [9, 8])  # with 8 tokens, the last block is recomputed into a new block
