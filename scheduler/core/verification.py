@@ -72,12 +72,16 @@ class _Check:
 
 @dataclass(slots=True, eq=False)
 class _HeldStep:
-    """A step whose result is held back, and its checks that are open."""
+    """A step whose result is held back, and its checks that are open; `num_checks` is their number at the beginning."""
 
     group: WorkerGroup
     step_id: int
     checks: list[_Check]
+    num_checks: int = 0
     is_unverifiable: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_checks = len(self.checks)
 
 
 class Verifier:
@@ -104,14 +108,14 @@ class Verifier:
         held = self._held.get(group.epoch)
         if held is None:
             held = self._held[group.epoch] = _HeldStep(group, step.step_id, _checks(group, step, event))
-            held.is_unverifiable = not held.checks
+            held.is_unverifiable = _has_beams(step)
         if held.checks:
             return True
         del self._held[group.epoch]
         if held.is_unverifiable:
             self._totals.num_unverifiable_steps += 1
             step.is_verified = False
-        else:
+        elif held.num_checks:
             self._totals.num_verified_steps += 1
         return False
 
@@ -283,6 +287,13 @@ def _checks(group: WorkerGroup, step: InFlightStep, event: StepDone) -> list[_Ch
         opinion = _Opinion(group, token if failure is None else 0, digest, failure.code if failure is not None else 0)
         found.append(_Check(sequence, len(sequence.output), [opinion]))
     return found
+
+
+def _has_beams(step: InFlightStep) -> bool:
+    """Return whether a step has rows that are used but not checked."""
+    return any(
+        sequence.request.beams is not None and sequence.first_ordinal <= step.ordinal for sequence in step.sampled()
+    )
 
 
 def _first_tokens(step: InFlightStep, event: StepDone) -> Iterator[int]:

@@ -47,11 +47,11 @@ ARRAYS = [
 
 def test_an_empty_message_is_a_step_without_work() -> None:
     step = decode_step(worker_pb2.StepBatch(epoch=3, step_id=7))
-    assert (step.epoch, step.step_id, step.repeat_generation) == (3, 7, False)
+    assert (step.epoch, step.step_id, step.repeat_generation, step.reports_digests) == (3, 7, False, False)
     assert all(
         len(getattr(step, item.name)) == 0
         for item in dataclasses.fields(Step)
-        if item.name not in {"epoch", "step_id", "repeat_generation"}
+        if item.name not in {"epoch", "step_id", "repeat_generation", "reports_digests"}
     )
 
 
