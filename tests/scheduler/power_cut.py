@@ -129,9 +129,16 @@ class FolderOnDisk(LogFolder):
         _write(file.cached, offset + half, data[half:])
         self._disk.operate()
 
+    def write_again(self, name: str, data: bytes, offset: int) -> None:
+        file = self._disk.names[name]
+        assert file.cached[offset : offset + len(data)] == data
+        self._disk.operate()
+        file.on_disk = bytearray(file.cached)
+        file.unsynced.clear()
+
     def sync(self, name: str) -> None:
         self._disk.operate()
-        file = self._open.get(name) or self._disk.names[name]
+        file = self._open[name]
         file.on_disk = bytearray(file.cached)
         file.unsynced.clear()
 

@@ -37,6 +37,7 @@ from scheduler.service import _file_store, make_journal
 from tests.scheduler.harness import LIMITS
 from tests.scheduler.power_cut import Disk, FolderOnDisk, PowerCut
 from tests.scheduler.test_journal import JournaledCore, begin
+from tests.simulation.disk import Disk as SimulatedDisk
 
 CLOCK = SteadyClock()
 PRINT = "print"
@@ -516,3 +517,78 @@ def test_a_file_that_is_not_a_journal_is_not_changed(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == "mine"
     with pytest.raises(ConfigError, match="is a folder"):
         _file_store(settings_for(tmp_path, "sqlite"), tmp_path)
+
+
+@pytest.fixture
+def real_disk(monkeypatch: pytest.MonkeyPatch) -> SimulatedDisk:
+    """Return a disk that LogFolder accesses with its own system calls."""
+    disk = SimulatedDisk(lambda operation: None)
+    monkeypatch.setattr("scheduler.journal.log_folder.os", disk.os)
+    monkeypatch.setattr("scheduler.journal.log_folder.fcntl", disk.fcntl)
+    return disk
+
+
+def on(disk: SimulatedDisk, path: str = "/home/journal") -> LogFolder:
+    return LogFolder(disk.path_type()(path))  # type: ignore[arg-type]  # it has the methods that are used
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_what_could_not_be_synced_survives_a_power_cut_once_the_successor_has_read_it(
+    real_disk: SimulatedDisk, is_marked: bool
+) -> None:
+    """After a failed sync, Linux takes the data for written, so that a second sync does nothing."""
+    state = State()
+    scheduler = Scheduler(on(real_disk))
+    transaction, state = scheduler.transaction(state, 0, 0, 1)
+    scheduler.store.write(transaction)
+    if is_marked:
+        scheduler.store.check()
+    transaction, state = scheduler.transaction(state, 4, 1, 7)
+    real_disk.failures_left["sync"] = 1
+    with pytest.raises(JournalError, match="cannot be written"):
+        scheduler.store.write(transaction)
+
+    assert Scheduler(on(real_disk)).found == state
+    for seed in range(20):
+        copied = copy.deepcopy(real_disk)
+        copied.cut_power(random.Random(seed))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("scheduler.journal.log_folder.os", copied.os)
+            patch.setattr("scheduler.journal.log_folder.fcntl", copied.fcntl)
+            successor = Scheduler(on(copied))
+        assert (successor.found, successor.num_damaged) == (state, 0)
+
+
+def test_a_log_in_new_folders_survives_a_power_cut(real_disk: SimulatedDisk) -> None:
+    scheduler = Scheduler(on(real_disk, "/home/new/journal"))
+    transaction, state = scheduler.transaction(State(), 0, 0, 1)
+    scheduler.store.write(transaction)
+    real_disk.cut_power(random.Random(0))
+    assert Scheduler(on(real_disk, "/home/new/journal")).found == state
+
+
+def test_a_log_deleted_just_before_a_segment_is_begun_counts_as_lost(real_disk: SimulatedDisk) -> None:
+    scheduler = Scheduler(on(real_disk), segment_bytes=200)
+    folder = scheduler.store._folder
+    create = folder.create
+
+    def create_and_delete(name: str, num_bytes: int) -> int:
+        size = create(name, num_bytes)
+        real_disk.delete("/home/journal")
+        return size
+
+    folder.create = create_and_delete  # type: ignore[method-assign]
+    with pytest.raises(LostError):
+        scheduler.store.write(Transaction(accepted=[(1, bytes(300))]))
+
+
+def test_a_deposed_scheduler_ends_as_such_even_if_its_files_were_deleted(real_disk: SimulatedDisk) -> None:
+    deposed = Scheduler(on(real_disk))
+    transaction, state = deposed.transaction(State(), 0, 0, 1)
+    deposed.store.write(transaction)
+    successor = Scheduler(on(real_disk))
+    successor.store.write(successor.transaction(state, 1, 0, 2)[0])  # the first segment has no rows left
+    assert "00000001.log" not in real_disk.files("/home/journal")
+    with pytest.raises(DeposedError):
+        deposed.store.check()
+    deposed.store.close()

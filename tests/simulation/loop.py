@@ -152,6 +152,8 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
     _stopping: bool
     # The `Sockets` with which the loop creates servers and connections.
     sockets: Any = None
+    # Starts a thread that runs a function, and returns a future of its result.
+    run_in_thread: Callable[[Callable[[], Any]], asyncio.Future[Any]]
 
     def __init__(self, resolve: Callable[[str], list[str]]) -> None:
         """Create the loop; `resolve` resolves names after `dns:///`."""
@@ -223,6 +225,10 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         """Stop calling back for the socket."""
         fd.watch(lambda: None)
         return True
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
+        """Run a function in a simulated thread."""
+        return self.run_in_thread(lambda: func(*args))
 
     def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:  # type: ignore[override]
         """Set a signal handler of the current process."""
