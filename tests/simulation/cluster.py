@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import random
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +58,6 @@ class Shape:
             "worker_port": WORKER_PORT,
             "tokens_per_block": TOKENS_PER_BLOCK,
             "journal_path": FOLDER,
-            "grpc_server": "grpcio",  # the simulation implements only grpcio's interface
             "heartbeat_interval_ms": 400,
             "worker_timeout_ms": 1_000,
             "worker_progress_timeout_ms": 2_000,
@@ -73,7 +72,6 @@ class Shape:
             host=name,
             port=DETOKENIZER_PORT,
             schedulers=f"scheduler:{SCHEDULER_PORT}",
-            grpc_server="grpcio",
             drain_timeout_s=10.0,
         )
 
@@ -84,7 +82,6 @@ class Shape:
             port=ROUTER_PORT,
             schedulers=f"scheduler:{SCHEDULER_PORT}",
             detokenizers=f"dns:///detokenizers:{DETOKENIZER_PORT}",
-            grpc_server="grpcio",
             drain_timeout_s=10.0,
             **self.router,
         )
@@ -220,9 +217,9 @@ class Cluster:
         engine = Engine(core, **{**parts, "observers": [self._watch(core)]})
         recover = engine.recover
 
-        def check_and_recover(events: Sequence[Recovered]) -> None:
-            self.problems += self.disk.recovered(events)
-            recover(events)
+        def check_and_recover(requests: list[Recovered]) -> None:
+            self.problems += self.disk.recovered(requests)
+            recover(requests)
 
         engine.recover = check_and_recover  # type: ignore[method-assign]
         return engine

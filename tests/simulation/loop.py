@@ -244,6 +244,11 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         """Connect over the simulated network."""
         return await self.sockets.connect(protocol_factory, host, port)
 
+    async def connect_accepted_socket(self, protocol_factory: Any, sock: Any, **_: Any) -> Any:
+        """Open a connection that a listening socket has accepted."""
+        sock.end.open(protocol_factory)
+        return sock.end, sock.end.protocol
+
     async def getaddrinfo(self, host: Any, port: Any, **_: Any) -> list[Any]:
         """Return machine names as addresses."""
         return [(0, 0, 0, "", (address, port)) for address in self._resolve(host)]

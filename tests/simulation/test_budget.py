@@ -16,8 +16,8 @@ from tests.simulation.worker import SimulatedLink
 from tests.simulation.workload import Job, long_request
 
 NUM_REQUESTS, NUM_TOKENS = 24, 120
-# Allowance for prefill steps, the start and end of streams, and messages that do not arrive in one piece.
-MARGIN = 40
+# Allowance for prefill steps, calls, the start and end of streams, and messages that do not arrive in one piece.
+MARGIN = 60
 
 
 @pytest.fixture

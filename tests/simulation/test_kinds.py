@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -24,13 +23,6 @@ from tests.simulation.workload import Job, long_request
 KINDS = (0, 7)
 TOKENIZERS = ("", "other")
 NUM_SEEDS = 40
-
-
-def next_of_kind(kind: int, prompt: Sequence[int], output: Sequence[int], seed: int) -> int:
-    state = kind
-    for token in (*prompt, *output):
-        state = extend_state(state, token)
-    return next_token(state, seed, 0)
 
 
 @dataclass
@@ -60,11 +52,15 @@ class KindJob(Job):
             self.final = chunk
 
     def _is_of(self, kind: int, num_own: int) -> bool:
-        prompt, tokens, seed = self.request.token_ids.values, self.tokens[0], self.request.sampling.seed
-        for place, token in enumerate(tokens):
+        """Return whether the first tokens are of this kind, and each of the others is of any kind."""
+        seed, states = self.request.sampling.seed, {item: item for item in KINDS}
+        for token in self.request.token_ids.values:
+            states = {item: extend_state(state, token) for item, state in states.items()}
+        for place, token in enumerate(self.tokens[0]):
             kinds = (kind,) if place < num_own else KINDS
-            if all(next_of_kind(item, prompt, tokens[:place], seed) != token for item in kinds):
+            if all(next_token(states[item], seed, 0) != token for item in kinds):
                 return False
+            states = {item: extend_state(state, token) for item, state in states.items()}
         return True
 
     def check_complete(self) -> None:

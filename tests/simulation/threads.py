@@ -113,13 +113,17 @@ def run_in_thread(function: Callable[[], Any]) -> asyncio.Future[Any]:
     loop = asyncio.get_running_loop()
     result = loop.create_future()
 
+    def finish(value: Any) -> None:
+        if not result.done():
+            result.set_result(value)
+
     def run() -> None:
         value = None
         try:
             value = function()
         finally:
             # A dead process is not waited for.
-            loop.call_soon(lambda: result.done() or result.set_result(value))
+            loop.call_soon(finish, value)
 
     SimulatedThread(target=run).start()
     return result

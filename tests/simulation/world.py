@@ -19,12 +19,13 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 import detokenizer.__main__
+import midstream.rpc.http2.server
 import router.__main__
 import scheduler.journal.log_folder
 import scheduler.journal.threaded
 import scheduler.service
 from midstream.model.folder import ModelFolder
-from tests.simulation import grpc_client, grpc_server, threads, zmq_transport
+from tests.simulation import http2_client, threads, zmq_transport
 from tests.simulation.journal import JournalDisk, NoDocuments
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import END_ID, VOCAB_SIZE, decoders, fingerprint
@@ -158,8 +159,8 @@ def simulated(
         mock.patch("gc.collect", return_value=0),
         mock.patch("midstream.rpc.serving._next_collection", 0.0),
         mock.patch("midstream.telemetry.ProcessCollector"),
-        mock.patch("grpc.aio.insecure_channel", lambda target, **_: grpc_client.Channel(network, target)),
-        mock.patch("grpc.aio.server", lambda **options: grpc_server.Server(network, **options)),
+        mock.patch("grpc.aio.insecure_channel", lambda target, **_: http2_client.Channel(network, target)),
+        mock.patch.multiple(midstream.rpc.http2.server, socket=loop.sockets.module),
         mock.patch("zmq.asyncio.Context", partial(zmq_transport.Context, network)),
         mock.patch.multiple(
             scheduler.service, Path=disk.path_type(), LogStore=disk.make_store, Engine=make_engine, HttpServer=_NoServer
