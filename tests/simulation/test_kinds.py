@@ -5,9 +5,11 @@ Each request has the tokens of one kind, except after the offset that its stream
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -34,34 +36,45 @@ class KindJob(Job):
     """
 
     changed_at: int | None = None
+    _states: dict[int, int] = field(default_factory=dict)
+    _differs_at: dict[int, int] = field(default_factory=dict)  # by kind: the first token that is not of it
+    _is_foreign: bool = False  # whether a token is of no kind
+    _num_noted: int = 0
 
     def add(self, chunk: Chunk) -> None:
         tokens, say = self.tokens[0], self.problems.append
         if chunk.token_offset != len(tokens):
             say(f"it continues at token {chunk.token_offset}, but {len(tokens)} tokens were received")
         tokens.extend(chunk.token_ids)
+        self._note(chunk.token_ids)
         self.texts[0] += chunk.text
         if chunk.kind_changed_at is not None:
             self.changed_at = chunk.kind_changed_at
         num_own = len(tokens) if self.changed_at is None else self.changed_at
-        if not any(self._is_of(kind, num_own) for kind in KINDS):
+        is_own = any(self._differs_at.get(kind, num_own) >= num_own for kind in KINDS)
+        if self._is_foreign or not is_own:
             say(f"the first {num_own} of {tokens} are of no single kind")
         if not any(vocabulary(item).text(tokens).startswith(self.texts[0]) for item in TOKENIZERS):
             say(f"the text {self.texts[0]!r} of {tokens} is of no single tokenizer")
         if chunk.is_final:
             self.final = chunk
 
-    def _is_of(self, kind: int, num_own: int) -> bool:
-        """Return whether the first tokens are of this kind, and each of the others is of any kind."""
-        seed, states = self.request.sampling.seed, {item: item for item in KINDS}
-        for token in self.request.token_ids.values:
-            states = {item: extend_state(state, token) for item, state in states.items()}
-        for place, token in enumerate(self.tokens[0]):
-            kinds = (kind,) if place < num_own else KINDS
-            if all(next_token(states[item], seed, 0) != token for item in kinds):
-                return False
-            states = {item: extend_state(state, token) for item, state in states.items()}
-        return True
+    def _note(self, token_ids: Sequence[int]) -> None:
+        """Compare new tokens with those of each kind, given all tokens before them."""
+        if not self._states:
+            prompt = self.request.token_ids.values
+            self._states = {kind: functools.reduce(extend_state, prompt, kind) for kind in KINDS}
+        for token in token_ids:
+            wrong = {kind for kind, state in self._states.items() if next_token(state, self._seed, 0) != token}
+            for kind in wrong:
+                self._differs_at.setdefault(kind, self._num_noted)
+            self._is_foreign |= len(wrong) == len(KINDS)
+            self._states = {kind: extend_state(state, token) for kind, state in self._states.items()}
+            self._num_noted += 1
+
+    @property
+    def _seed(self) -> int:
+        return self.request.sampling.seed
 
     def check_complete(self) -> None:
         if self.final is None or len(self.tokens[0]) != self.request.max_tokens:
