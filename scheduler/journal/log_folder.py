@@ -38,11 +38,13 @@ class LogFolder:
 
     def open(self) -> None:
         """Open the folder, creating it if needed."""
-        missing = list(itertools.takewhile(lambda path: not path.is_dir(), (self.path, *self.path.parents)))
-        if missing:
+        missing = list(itertools.takewhile(lambda path: not path.is_dir(), self.path.parents))
+        if not self.path.is_dir():
             self.path.mkdir(mode=0o700, parents=True)
-        for path in missing:
-            sync_folder(path.parent)
+        # A process that was killed may have created the folder, too.
+        for path in (self.path, *missing):
+            with contextlib.suppress(PermissionError):  # others' folders may not be readable
+                sync_folder(path.parent)
         with contextlib.suppress(PermissionError):
             self.path.chmod(0o700)
         self._lock = os.open(self.path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

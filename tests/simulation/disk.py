@@ -85,8 +85,8 @@ class Disk:
     """The disk of one machine.
 
     Attributes:
-        wait: Called with `write`, `sync` or `other` during each operation, to let other processes run or to end this
-            one. A sync has no effect before it returns.
+        wait: Called with `write`, `names`, `sync` or `other` during each operation, to let other processes run or to
+            end this one. A sync has no effect before it returns.
         owner: Returns the process that runs.
         num_bytes_left: Number of bytes that can still be allocated; None means that the disk is not full.
         failures_left: Number of the next operations that fail with an I/O error, by operation: `write` or `sync`.
@@ -320,7 +320,7 @@ class Disk:
 
     def _change_names(self, path: object, changes: dict[str, Node | None]) -> None:
         self._existing(PurePosixPath(str(path)).parent, Folder).change(changes)
-        self.wait("other")
+        self.wait("names")
 
     def _node(self, fd: int) -> Node:
         self.wait("other")
