@@ -5,7 +5,8 @@ A commit is one write and one fdatasync. For the cost see docs/decisions/journal
 - **Power cuts.** A record is valid once it is synced. Only one write is in progress at a time, so a power cut can tear
   only the last record; none of its tokens were sent, and it is dropped. A segment gets its name once its first record
   is durable.
-- **A killed process** may leave a last record that is complete but not synced. The next process syncs it first.
+- **A killed process** may leave a last record that is complete but not synced, and so may one whose sync failed. The
+  next process writes it again and syncs it first.
 - **Damage.** An incomplete record followed by complete ones was synced, and has been damaged since. Its contents are
   lost. The next scheduler continues after it (see `replay`), logs its position, and keeps the file. After half a second
   without a commit an empty record is written, so that later damage to the last record can be distinguished from a torn
@@ -33,7 +34,7 @@ from google.protobuf.message import DecodeError
 
 from midstream.errors import ConfigError
 from protos import journal_pb2 as pb
-from scheduler.journal import DeposedError, JournalError, superseded
+from scheduler.journal import DeposedError, JournalError, LostError, superseded
 from scheduler.journal.frames import FRAME_BYTES, Frame, frame, frames
 from scheduler.journal.log_folder import LogFolder, sync_folder
 from scheduler.journal.sqlite import SqliteStore
@@ -104,6 +105,9 @@ class LogStore(Store):
         self._stored = StoredJournal()
         self._rows: dict[int, tuple[bytes, bytes, int]] = {}
         self._is_behind_damage = False
+        # Those of a previous writer that may not be durable, because it was killed or could not sync them: its last
+        # record, and an empty one before that. None once they are.
+        self._last_records: bytes | None = None
 
     @property
     def _current(self) -> _Segment:
@@ -231,6 +235,7 @@ class LogStore(Store):
     def begin_anew(self) -> None:
         """Set existing files aside, unless another scheduler has started a journal there, and start an empty log."""
         epoch = self._epoch
+        self._begin()
         try:
             self._folder.close()
             self._folder.open()
@@ -241,7 +246,6 @@ class LogStore(Store):
                     if name.endswith(_SUFFIX):
                         self._folder.rename(name, name + _DAMAGED)
                 self._folder.set_epoch(epoch)
-                self._begin()
                 self._begin_segment()
         except OSError as error:
             raise self._failure("begun anew", error) from None
@@ -263,13 +267,13 @@ class LogStore(Store):
         return not has_room or time.monotonic() - self._checked_at > _CHECK_INTERVAL_S
 
     def _check_is_writer(self) -> None:
-        """Check the open files, the names in the folder if that is due, and the epoch."""
+        """Check the epoch, the open files, and the names in the folder if that is due."""
         now = time.monotonic()
+        self._check_epoch()  # first, because a successor deletes files
         self._folder.check(self._current.name, self._current.num_bytes)
         if now - self._names_checked_at > _NAMES_INTERVAL_S:
             self._folder.check_names([segment.name for segment in self._segments])
             self._names_checked_at = now
-        self._check_epoch()
         self._checked_at = now
 
     def _check_epoch(self) -> None:
@@ -277,7 +281,8 @@ class LogStore(Store):
             raise DeposedError(superseded(self._epoch, epoch, self._folder.path))
 
     def _failure(self, what: str, error: OSError) -> JournalError:
-        return JournalError(f"{self._folder.path} cannot be {what}: {error}")
+        is_lost = isinstance(error, FileNotFoundError)  # something else deletes the files
+        return (LostError if is_lost else JournalError)(f"{self._folder.path} cannot be {what}: {error}")
 
     def _make_room(self, num_bytes: int) -> None:
         if self._offset + num_bytes > self._segment_bytes:
@@ -293,9 +298,11 @@ class LogStore(Store):
     def _begin_segment(self) -> None:
         """Create a segment; its first record becomes durable before the segment gets its final name."""
         previous = self._segments[-1] if self._segments else None
-        if previous is not None:
-            # The last record may not be synced: it is an empty one, or its writer was killed.
-            self._folder.sync(previous.name)
+        if previous is not None and self._last_records is not None:
+            self._folder.write_again(previous.name, self._last_records, self._offset - len(self._last_records))
+            self._last_records = None
+        elif previous is not None:
+            self._folder.sync(previous.name)  # because of an empty record
         number = 1 if previous is None else previous.number + 1
         num_bytes = self._folder.create(_NEW, self._segment_bytes)
         record = pb.JournalSegment(
@@ -376,11 +383,13 @@ class LogStore(Store):
     def _read_segment(self, name: str, data: bytes, end: int, is_last: bool) -> None:
         segment = _Segment(int(name.removesuffix(_SUFFIX)), len(data))
         self._segments.append(segment)
-        self._offset = 0
+        self._last_records = b""
+        self._offset = start = 0
         for item in frames(data, min(end, len(data))):
             if isinstance(item, Frame):
                 self._read_frame(item, segment)
-                self._offset = item.end
+                self._last_records = data[start : item.end]
+                start, self._offset = item.start, item.end
             elif item.is_tail and is_last:
                 logger.warning("the journal's last transaction was cut off", extra={"file": name, "offset": item.start})
                 self._stored.num_damaged += 1

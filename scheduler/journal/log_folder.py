@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -37,9 +38,13 @@ class LogFolder:
 
     def open(self) -> None:
         """Open the folder, creating it if needed."""
+        missing = list(itertools.takewhile(lambda path: not path.is_dir(), self.path.parents))
         if not self.path.is_dir():
             self.path.mkdir(mode=0o700, parents=True)
-            sync_folder(self.path.parent)
+        # A process that was killed may have created the folder, too.
+        for path in (self.path, *missing):
+            with contextlib.suppress(PermissionError):  # others' folders may not be readable
+                sync_folder(path.parent)
         with contextlib.suppress(PermissionError):
             self.path.chmod(0o700)
         self._lock = os.open(self.path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -73,19 +78,20 @@ class LogFolder:
 
     def write(self, name: str, data: bytes, offset: int) -> None:
         """Write to a file that was created or renamed by this object."""
-        file, view = self._files[name], memoryview(data)
-        while view:
-            count = os.pwrite(file, view, offset)
-            view, offset = view[count:], offset + count
+        _write(self._files[name], data, offset)
 
     def sync(self, name: str) -> None:
-        """Return once everything written to a file is durable."""
-        file = self._files.get(name)
-        if file is not None:
-            os.fdatasync(file)
-            return
-        file = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC)
+        """Return once everything written to such a file is durable."""
+        os.fdatasync(self._files[name])
+
+    def write_again(self, name: str, data: bytes, offset: int) -> None:
+        """Return once the data that another process has written there is durable.
+
+        A sync alone would not do: once a sync has failed, Linux considers the data to be on the disk.
+        """
+        file = os.open(self.path / name, os.O_RDWR | os.O_CLOEXEC)
         try:
+            _write(file, data, offset)
             os.fdatasync(file)
         finally:
             os.close(file)
@@ -177,6 +183,13 @@ class LogFolder:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def _write(file: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(file, view, offset)
+        view, offset = view[count:], offset + count
 
 
 def _inode(status: os.stat_result) -> tuple[int, int]:

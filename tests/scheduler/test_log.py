@@ -10,7 +10,7 @@ import logging
 import random
 import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ from scheduler.journal.store import Store, Transaction, seal
 from scheduler.journal.threaded import ThreadedJournal
 from scheduler.service import _file_store, make_journal
 from tests.scheduler.harness import LIMITS
-from tests.scheduler.power_cut import Disk, FolderOnDisk, PowerCut
+from tests.scheduler.power_cut import PATH, InterruptedDisk, PowerCut
 from tests.scheduler.test_journal import JournaledCore, begin
 
 CLOCK = SteadyClock()
@@ -67,6 +67,13 @@ def commit(tokens: list[tuple[int, int]]) -> bytes:
 def output_row(number: int, tokens: list[int]) -> bytes:
     record = pb.JournalCommit(requests=[number], num_tokens=[len(tokens)], token_ids=tokens)
     return seal(record.SerializeToString())
+
+
+@pytest.fixture
+def disk() -> Iterator[InterruptedDisk]:
+    disk = InterruptedDisk()
+    with disk.mounted():
+        yield disk
 
 
 class Scheduler:
@@ -130,31 +137,33 @@ def test_nothing_committed_is_lost_and_nothing_else_appears_whenever_the_power_i
     lives: list[tuple[int, list[tuple[int, int]], bool]], seed: int
 ) -> None:
     """Each scheduler ends after a given number of file operations, either killed or by a power cut."""
-    disk, dice = Disk(), random.Random(seed)
+    disk, dice = InterruptedDisk(), random.Random(seed)
     committed = pending = State()
     token, epoch = itertools.count(1), 0
-    for num_operations, actions, is_cut in lives:
-        disk.operations_left = num_operations
-        try:
-            scheduler = Scheduler(FolderOnDisk(disk))
-            assert scheduler.found in (committed, pending)
-            assert scheduler.epoch > epoch
-            # The recovered contents count as committed, since the scheduler delivers them.
-            committed, epoch = scheduler.found, scheduler.epoch
-            for action, which in actions:
-                if action == 9:
-                    scheduler.store.check()
-                    continue
-                transaction, pending = scheduler.transaction(committed, action, which, next(token))
-                scheduler.store.write(transaction)
-                committed = pending
-        except PowerCut:
-            pass
-        if is_cut:
-            disk.cut(dice)
-    disk.operations_left = -1
-    found = Scheduler(FolderOnDisk(disk)).found
-    assert found in (committed, pending)
+    with disk.mounted():
+        for num_operations, actions, is_cut in lives:
+            disk.operations_left = num_operations
+            try:
+                scheduler = Scheduler(disk.folder())
+                assert scheduler.found in (committed, pending)
+                assert scheduler.epoch > epoch
+                # The recovered contents count as committed, since the scheduler delivers them.
+                committed, epoch = scheduler.found, scheduler.epoch
+                for action, which in actions:
+                    if action == 9:
+                        scheduler.store.check()
+                        continue
+                    transaction, pending = scheduler.transaction(committed, action, which, next(token))
+                    scheduler.store.write(transaction)
+                    committed = pending
+            except PowerCut:
+                pass
+            disk.died(None)
+            if is_cut:
+                disk.cut_power(dice)
+        disk.operations_left = -1
+        found = Scheduler(disk.folder()).found
+        assert found in (committed, pending)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -166,32 +175,32 @@ def test_a_successor_finds_all_that_was_reported_whenever_it_takes_over(
     num_operations: int, actions: list[tuple[int, int]]
 ) -> None:
     """A successor takes over in the middle of its predecessor's operation, unless the predecessor holds the lock."""
-    disk = Disk()
-    folder = FolderOnDisk(disk)
-    first, successors = Scheduler(folder), list[Scheduler]()
-    left = itertools.count(num_operations, -1)
+    disk = InterruptedDisk()
+    with disk.mounted():
+        first, successors = Scheduler(disk.folder()), list[Scheduler]()
+        left = itertools.count(num_operations, -1)
 
-    def take_over() -> None:
-        if next(left) <= 0 and not folder.is_locked:
-            disk.meanwhile = lambda: None
-            successors.append(Scheduler(FolderOnDisk(disk)))
+        def take_over() -> None:
+            if next(left) <= 0 and not disk.is_locked:
+                disk.meanwhile = lambda: None
+                successors.append(Scheduler(disk.folder()))
 
-    committed = pending = first.found
-    disk.meanwhile = take_over
-    with contextlib.suppress(DeposedError, LostError):
-        for token, (action, which) in enumerate(actions, 1):
-            transaction, pending = first.transaction(committed, action, which, token)
-            first.store.write(transaction)
-            committed = pending
-    disk.meanwhile = lambda: None
-    successor = successors[0] if successors else Scheduler(FolderOnDisk(disk))
-    assert successor.found in (committed, pending)
-    with pytest.raises((DeposedError, LostError)):
-        first.store.check()
-    transaction, state = successor.transaction(successor.found, 0, 0, 1000)
-    successor.store.write(transaction)
-    later = Scheduler(FolderOnDisk(disk))
-    assert (later.found, later.num_damaged) == (state, 0)
+        committed = pending = first.found
+        disk.meanwhile = take_over
+        with contextlib.suppress(DeposedError, LostError):
+            for token, (action, which) in enumerate(actions, 1):
+                transaction, pending = first.transaction(committed, action, which, token)
+                first.store.write(transaction)
+                committed = pending
+        disk.meanwhile = lambda: None
+        successor = successors[0] if successors else Scheduler(disk.folder())
+        assert successor.found in (committed, pending)
+        with pytest.raises((DeposedError, LostError)):
+            first.store.check()
+        transaction, state = successor.transaction(successor.found, 0, 0, 1000)
+        successor.store.write(transaction)
+        later = Scheduler(disk.folder())
+        assert (later.found, later.num_damaged) == (state, 0)
 
 
 def filled(folder: LogFolder, num_commits: int, segment_bytes: int = SEGMENT_BYTES) -> State:
@@ -214,22 +223,23 @@ def filled(folder: LogFolder, num_commits: int, segment_bytes: int = SEGMENT_BYT
 )
 def test_damage_at_any_byte_is_noticed_and_makes_up_nothing(which: int, share: float, flip: int | None) -> None:
     """One byte of a segment is changed, or the segment is truncated at that byte."""
-    disk = Disk()
-    true = filled(FolderOnDisk(disk), 30)
-    names = [name for name in disk.names if name.endswith(".log")]
-    content = disk.names[names[which % len(names)]].cached
-    place = int(share * len(content))
-    if flip is None:
-        del content[place:]
-    else:
-        content[place] ^= flip
-    after = Scheduler(FolderOnDisk(disk))
-    for number, tokens in after.found.outputs.items():
-        assert tokens == true.outputs[number][: len(tokens)]
-    assert after.num_damaged > 0
-    # The recovered contents are undamaged, and the next scheduler recovers the same.
-    again = Scheduler(FolderOnDisk(disk))
-    assert (again.found, again.num_damaged) == (after.found, 0)
+    disk = InterruptedDisk()
+    with disk.mounted():
+        true = filled(disk.folder(), 30)
+        files = [file for name, file in disk.files(PATH).items() if name.endswith(".log")]
+        content = files[which % len(files)].content
+        place = int(share * len(content))
+        if flip is None:
+            del content[place:]
+        else:
+            content[place] ^= flip
+        after = Scheduler(disk.folder())
+        for number, tokens in after.found.outputs.items():
+            assert tokens == true.outputs[number][: len(tokens)]
+        assert after.num_damaged > 0
+        # The recovered contents are undamaged, and the next scheduler recovers the same.
+        again = Scheduler(disk.folder())
+        assert (again.found, again.num_damaged) == (after.found, 0)
 
 
 def test_damage_names_file_and_offset_and_keeps_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -266,10 +276,10 @@ def test_a_torn_tail_is_not_damage(tmp_path: Path, caplog: pytest.LogCaptureFixt
     scheduler.store.close()
 
 
-def test_its_size_is_proportional_to_live_data() -> None:
+def test_its_size_is_proportional_to_live_data(disk: InterruptedDisk) -> None:
     """Write one long-lived request and many short ones."""
-    disk, segment_bytes, slack_bytes = Disk(), 4000, 8000
-    scheduler = Scheduler(FolderOnDisk(disk), segment_bytes=segment_bytes, slack_bytes=slack_bytes)
+    segment_bytes, slack_bytes = 4000, 8000
+    scheduler = Scheduler(disk.folder(), segment_bytes=segment_bytes, slack_bytes=slack_bytes)
     state = scheduler.found
     largest = num_written = 0
     for token in range(1, 2000):
@@ -277,12 +287,12 @@ def test_its_size_is_proportional_to_live_data() -> None:
         transaction, state = scheduler.transaction(state, action, 1, token)
         scheduler.store.write(transaction)
         live_bytes = sum(70 + 4 * len(tokens) for tokens in state.outputs.values())
-        size = sum(len(file.cached) for file in disk.names.values())
+        size = sum(len(file.content) for file in disk.files(PATH).values())
         largest = max(largest, size - 2 * live_bytes)
         num_written += len(transaction.rewritten)
     assert largest <= slack_bytes + 2 * segment_bytes
     assert 0 < num_written < 250
-    assert Scheduler(FolderOnDisk(disk)).found == state
+    assert Scheduler(disk.folder()).found == state
 
 
 def test_a_newer_log_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -516,3 +526,63 @@ def test_a_file_that_is_not_a_journal_is_not_changed(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == "mine"
     with pytest.raises(ConfigError, match="is a folder"):
         _file_store(settings_for(tmp_path, "sqlite"), tmp_path)
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_what_could_not_be_synced_survives_a_power_cut_once_the_successor_has_read_it(
+    disk: InterruptedDisk, is_marked: bool
+) -> None:
+    """After a failed sync, Linux takes the data for written, so that a second sync does nothing."""
+    state = State()
+    scheduler = Scheduler(disk.folder())
+    transaction, state = scheduler.transaction(state, 0, 0, 1)
+    scheduler.store.write(transaction)
+    if is_marked:
+        scheduler.store.check()
+    transaction, state = scheduler.transaction(state, 4, 1, 7)
+    disk.failures_left["sync"] = 1
+    with pytest.raises(JournalError, match="cannot be written"):
+        scheduler.store.write(transaction)
+
+    assert Scheduler(disk.folder()).found == state
+    for seed in range(20):
+        copied = copy.deepcopy(disk)
+        copied.cut_power(random.Random(seed))
+        with copied.mounted():
+            successor = Scheduler(copied.folder())
+        assert (successor.found, successor.num_damaged) == (state, 0)
+
+
+def test_a_log_in_new_folders_survives_a_power_cut(disk: InterruptedDisk) -> None:
+    scheduler = Scheduler(disk.folder("/home/new/journal"))
+    transaction, state = scheduler.transaction(State(), 0, 0, 1)
+    scheduler.store.write(transaction)
+    disk.cut_power(random.Random(0))
+    assert Scheduler(disk.folder("/home/new/journal")).found == state
+
+
+def test_a_log_deleted_just_before_a_segment_is_begun_counts_as_lost(disk: InterruptedDisk) -> None:
+    scheduler = Scheduler(disk.folder(), segment_bytes=200)
+    folder = scheduler.store._folder
+    create = folder.create
+
+    def create_and_delete(name: str, num_bytes: int) -> int:
+        size = create(name, num_bytes)
+        disk.delete(PATH)
+        return size
+
+    folder.create = create_and_delete  # type: ignore[method-assign]
+    with pytest.raises(LostError):
+        scheduler.store.write(Transaction(accepted=[(1, bytes(300))]))
+
+
+def test_a_deposed_scheduler_ends_as_such_even_if_its_files_were_deleted(disk: InterruptedDisk) -> None:
+    deposed = Scheduler(disk.folder())
+    transaction, state = deposed.transaction(State(), 0, 0, 1)
+    deposed.store.write(transaction)
+    successor = Scheduler(disk.folder())
+    successor.store.write(successor.transaction(state, 1, 0, 2)[0])  # the first segment has no rows left
+    assert "00000001.log" not in disk.files(PATH)
+    with pytest.raises(DeposedError):
+        deposed.store.check()
+    deposed.store.close()

@@ -10,7 +10,7 @@ from protos import scheduler_pb2
 from scheduler.core.core import SchedulerCore
 from scheduler.core.effects import Effect, Emitted, RequestEnded
 from scheduler.core.events import Event, Recovered, StepDone, WorkerBeat
-from tests.simulation.journal import Disk
+from tests.simulation.journal import JournalDisk
 from tests.simulation.workload import Job
 
 
@@ -23,7 +23,7 @@ class Checker:
         finishes: Finish reasons of each request, one per scheduler that ended it.
     """
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: JournalDisk) -> None:
         self._disk = disk
         self._streams: dict[object, dict[int, str]] = {}
         self.problems: list[str] = []

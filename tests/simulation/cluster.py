@@ -12,17 +12,14 @@ from typing import Any
 
 import detokenizer.__main__
 import router.__main__
-from midstream.clock import SteadyClock
 from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig
-from midstream.model.folder import ModelFolder
 from scheduler.core.core import SchedulerCore
 from scheduler.core.effects import Effect
-from scheduler.core.events import Event
+from scheduler.core.events import Event, Recovered
 from scheduler.edge.engine import Engine
-from scheduler.journal import Journal, JournalError
+from scheduler.journal import DeposedError, JournalError
 from scheduler.service import SchedulerService
-from scheduler.wire.requests import ModelLimits
-from tests.simulation.journal import Disk, SimulatedJournal
+from tests.simulation.journal import FOLDER, JournalDisk
 from tests.simulation.loop import Process, VirtualLoop
 from tests.simulation.model import TOKENS_PER_BLOCK
 from tests.simulation.network import Network, running
@@ -39,7 +36,6 @@ class Shape:
     Attributes:
         step_s: Mean duration of a worker's step.
         window: Maximum number of a call's messages that are in transit or unread.
-        transport: The transport, as in the configuration of the components.
         kinds: Kind of each worker that differs from the usual one, by name.
         has_stages: Whether some workers have several pipeline stages.
         all_kv: Whether workers always have roles and tiers; otherwise, the seed determines it.
@@ -51,12 +47,46 @@ class Shape:
     num_blocks: int = 64
     step_s: float = 0.01
     window: int = 16
-    transport: str = "frames"
     has_stages: bool = True
     all_kv: bool = False
     kinds: dict[str, int] = field(default_factory=dict)
     scheduler: dict[str, Any] = field(default_factory=dict)
     router: dict[str, Any] = field(default_factory=dict)
+
+    def scheduler_config(self) -> SchedulerConfig:
+        settings: dict[str, Any] = {
+            "host": "scheduler",
+            "port": SCHEDULER_PORT,
+            "worker_port": WORKER_PORT,
+            "tokens_per_block": TOKENS_PER_BLOCK,
+            "journal_path": FOLDER,
+            "heartbeat_interval_ms": 400,
+            "worker_timeout_ms": 1_000,
+            "worker_progress_timeout_ms": 2_000,
+            "drain_timeout_s": 10.0,
+            **self.scheduler,
+        }
+        return SchedulerConfig(**settings)
+
+    def detokenizer_config(self, name: str) -> DetokenizerConfig:
+        return DetokenizerConfig(
+            name=name,
+            host=name,
+            port=DETOKENIZER_PORT,
+            schedulers=f"scheduler:{SCHEDULER_PORT}",
+            drain_timeout_s=10.0,
+        )
+
+    def router_config(self, name: str) -> RouterConfig:
+        return RouterConfig(
+            name=name,
+            host=name,
+            port=ROUTER_PORT,
+            schedulers=f"scheduler:{SCHEDULER_PORT}",
+            detokenizers=f"dns:///detokenizers:{DETOKENIZER_PORT}",
+            drain_timeout_s=10.0,
+            **self.router,
+        )
 
 
 class Cluster:
@@ -67,6 +97,8 @@ class Cluster:
         disk: The journal's disk.
         workers: The newest worker with each name.
         crashes: Processes that crashed because of a bug.
+        problems: Data that a scheduler should have recovered.
+        num_deposed: Number of schedulers that ended because another one had taken over.
     """
 
     def __init__(
@@ -74,7 +106,7 @@ class Cluster:
         loop: VirtualLoop,
         network: Network,
         shape: Shape,
-        disk: Disk,
+        disk: JournalDisk,
         watch: Callable[[SchedulerCore], Callable[[Event, list[Effect]], None]],
     ) -> None:
         self.loop, self.network, self.shape = loop, network, shape
@@ -86,6 +118,8 @@ class Cluster:
         self.all_processes: list[Process] = []
         self.names: dict[str, list[str]] = {}
         self.crashes: list[str] = []
+        self.problems: list[str] = []
+        self.num_deposed = 0
         self.wall_shifts: dict[str, float] = {}
         self._watch = watch
         # Whether workers share a host, so that they can adopt blocks that a dead worker computed.
@@ -135,7 +169,7 @@ class Cluster:
         """Run a coroutine in a new process, as its main task."""
         process = Process(name, len(self.all_processes))
         process.wall_shift_s = self.wall_shifts.get(name, 0.0)
-        process.on_death.append(lambda: self.network.died(process))
+        process.on_death += [lambda: self.network.died(process), lambda: self.disk.died(process)]
         self.all_processes.append(process)
         self.processes[name] = process
         self.network.note(f"{process!r} starts")
@@ -144,7 +178,9 @@ class Cluster:
             code = 1
             try:
                 code = await main() or 0
-            except (JournalError, asyncio.CancelledError):
+            except JournalError as error:
+                self.num_deposed += isinstance(error, DeposedError)
+            except asyncio.CancelledError:
                 pass
             except Exception as error:  # noqa: BLE001 (whatever it is, it is a defect)
                 where = traceback.extract_tb(error.__traceback__)[-1]
@@ -178,30 +214,20 @@ class Cluster:
         """Return the engine of the newest scheduler."""
         return self.service.engine if self.service is not None else None
 
-    def make_journal(self, _: object, model: ModelFolder, limits: ModelLimits, __: int, clock: SteadyClock) -> Journal:
-        """Create the journal of the scheduler that is starting."""
-        return SimulatedJournal(self.network, self.disk, running(), limits, model.fingerprint, clock)
-
     def make_engine(self, core: SchedulerCore, **parts: Any) -> Engine:
         """Create the engine of the scheduler that is starting; all events of its core are checked."""
-        return Engine(core, **{**parts, "observers": [self._watch(core)]})
+        engine = Engine(core, **{**parts, "observers": [self._watch(core)]})
+        recover = engine.recover
+
+        def check_and_recover(requests: list[Recovered]) -> None:
+            self.problems += self.disk.recovered(requests)
+            recover(requests)
+
+        engine.recover = check_and_recover  # type: ignore[method-assign]
+        return engine
 
     async def _scheduler(self) -> None:
-        settings: dict[str, Any] = {
-            "host": "scheduler",
-            "port": SCHEDULER_PORT,
-            "worker_port": WORKER_PORT,
-            "tokens_per_block": TOKENS_PER_BLOCK,
-            "journal": "sqlite",
-            "internal_transport": self.shape.transport,
-            "grpc_server": "grpcio",  # the simulation implements only grpcio's interface
-            "heartbeat_interval_ms": 400,
-            "worker_timeout_ms": 1_000,
-            "worker_progress_timeout_ms": 2_000,
-            "drain_timeout_s": 10.0,
-            **self.shape.scheduler,
-        }
-        service = SchedulerService(SchedulerConfig(**settings), folder())
+        service = SchedulerService(self.shape.scheduler_config(), folder())
         self._services[running()] = service
         await service.run()
 
@@ -228,29 +254,7 @@ class Cluster:
         return "prefill" if name == "worker-0" else "decode"
 
     async def _detokenizer(self, name: str) -> None:
-        config = DetokenizerConfig(
-            name=name,
-            host=name,
-            port=DETOKENIZER_PORT,
-            schedulers=f"scheduler:{SCHEDULER_PORT}",
-            internal_transport=self.shape.transport,
-            grpc_server="grpcio",
-            drain_timeout_s=10.0,
-        )
-        await detokenizer.__main__.serve(config)
+        await detokenizer.__main__.serve(self.shape.detokenizer_config(name))
 
     async def _router(self, name: str) -> None:
-        config = RouterConfig(
-            name=name,
-            host=name,
-            port=ROUTER_PORT,
-            schedulers=f"scheduler:{SCHEDULER_PORT}",
-            **{
-                "detokenizers": f"dns:///detokenizers:{DETOKENIZER_PORT}",
-                "internal_transport": self.shape.transport,
-                "grpc_server": "grpcio",
-                "drain_timeout_s": 10.0,
-                **self.shape.router,
-            },
-        )
-        await router.__main__.serve(config)
+        await router.__main__.serve(self.shape.router_config(name))

@@ -9,6 +9,7 @@ from typing import Any
 
 from midstream.errors import DeadlineError
 from tests.simulation.cluster import Shape
+from tests.simulation.faults_of_services import break_disk
 from tests.simulation.loop import Process
 from tests.simulation.network import KEEPALIVE_S, Weather
 from tests.simulation.running_simulation import RunningSimulation
@@ -30,8 +31,8 @@ def mixture(dice: random.Random) -> Scenario:  # noqa: C901 (one throw of the di
         elif dice.random() < 0.1:
             job.leaves_after = dice.randint(1, 10)
     weather = _weather(dice)
-    kinds: tuple[Fault, ...] = (_kill, _terminate, _freeze, _part, _cut, _jump, _lie)
-    faults = dice.choices(kinds, (4, 2, 2, 2, 2, 2, 2), k=dice.randint(1, 4))
+    kinds: tuple[Fault, ...] = (_kill, _terminate, _freeze, _part, _cut, _jump, _lie, _power, _disk)
+    faults = dice.choices(kinds, (4, 2, 2, 2, 2, 2, 2, 1, 1), k=dice.randint(1, 4))
 
     async def inject(simulation: RunningSimulation) -> None:
         network = simulation.cluster.network
@@ -86,6 +87,17 @@ async def _kill(simulation: RunningSimulation, dice: random.Random) -> None:
     name = _any(simulation, dice)
     simulation.kill(name)
     await simulation.restart(name)
+
+
+async def _power(simulation: RunningSimulation, dice: random.Random) -> None:
+    simulation.cut_power()
+    await simulation.restart("scheduler")
+
+
+async def _disk(simulation: RunningSimulation, dice: random.Random) -> None:
+    with break_disk(simulation.cluster.disk, dice.choice(("full", "slow", "failed write", "failed sync")), dice):
+        await simulation.sleep(0.1, 2.0)
+    await simulation.restart("scheduler")
 
 
 async def _terminate(simulation: RunningSimulation, dice: random.Random) -> None:

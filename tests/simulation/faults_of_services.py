@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import contextlib
 import random
+from collections.abc import Iterator
 
 from midstream.errors import DeadlineError
 from tests.simulation.cluster import Shape
+from tests.simulation.journal import FOLDER, JournalDisk
 from tests.simulation.model import vocabulary
 from tests.simulation.running_simulation import RunningSimulation
 from tests.simulation.scenarios import Scenario, scenario
@@ -54,7 +57,7 @@ def old_scheduler_returns(dice: random.Random) -> Scenario:
         await simulation.sleep(0.05, 2.0)
         old.thaw()
         await simulation.until(lambda: old.is_dead, 10, "the old scheduler ends")
-        if simulation.cluster.disk.num_deposed:
+        if simulation.cluster.num_deposed:
             simulation.happened["8"] += 1
         if new.is_dead:
             simulation.problems.append("the new scheduler ended")
@@ -149,36 +152,70 @@ def rolling_restart(dice: random.Random) -> Scenario:
 
 @scenario(20)
 def journal_fails(dice: random.Random) -> Scenario:
-    """The disk is full, the end of the journal is torn, or a record is damaged."""
-    kind = dice.choice(("full", "torn", "corrupt", "corrupt request"))
+    """The disk is full, slow or broken, or loses power, or a record is damaged, or the files are deleted."""
+    kind = dice.choice(
+        ("full", "slow", "failed write", "failed sync", "power cut", "power cut", "corrupt", "corrupt request", "lost")
+    )
 
     async def inject(simulation: RunningSimulation) -> None:
-        disk = simulation.cluster.disk
-        if kind == "full":
-            if await simulation.at(simulation.messages(15, 110), lambda: setattr(disk, "is_full", True)):
-                simulation.supervise("scheduler", 0.3)
-                await simulation.sleep(0.2, 2.0)
-                disk.is_full = False
-                simulation.happened["20 full"] += bool(disk.num_full)
-            return
-        if not await simulation.at(simulation.messages(25, 110), lambda: simulation.kill("scheduler")):
-            return
-        if disk.damage(kind, dice):
+        if kind == "power cut":
+            await _cut_power(simulation)
+        elif kind.startswith("corrupt"):
+            await _damage(simulation, kind)
+        elif await simulation.at(simulation.messages(15, 110)):
+            simulation.supervise("scheduler", 0.3)
+            with break_disk(simulation.cluster.disk, kind, dice):
+                await simulation.sleep(0.6, 2.0)
             simulation.happened[f"20 {kind}"] += 1
-        await simulation.restart("scheduler")
-        await simulation.until(
-            lambda: simulation.cluster.engine is not None, 5, "the scheduler starts with the remaining journal"
-        )
-        service = simulation.cluster.service
-        if disk.was_damaged and service is not None and not service.journal.num_damaged:
-            simulation.problems.append("the damage was not reported")
 
     return Scenario(
         shape=_two_of_each(),
         jobs=jobs(dice, 3),
         inject=inject,
-        may_report=("the journal failed", "the journal is damaged"),
+        may_report=("the journal failed", "is damaged", "was lost"),
     )
+
+
+async def _cut_power(simulation: RunningSimulation) -> None:
+    for _ in range(simulation.dice.randint(1, 3)):
+        if await simulation.at(simulation.messages(15, 90), simulation.cut_power):
+            await simulation.restart("scheduler")
+
+
+async def _damage(simulation: RunningSimulation, kind: str) -> None:
+    disk = simulation.cluster.disk
+    if not await simulation.at(simulation.messages(25, 110), lambda: simulation.kill("scheduler")):
+        return
+    if disk.damage(kind, simulation.dice):
+        simulation.happened[f"20 {kind}"] += 1
+    await simulation.restart("scheduler")
+    await simulation.until(
+        lambda: simulation.cluster.engine is not None, 5, "the scheduler starts with the remaining journal"
+    )
+    service = simulation.cluster.service
+    if disk.was_damaged and service is not None and not service.journal.num_damaged:
+        simulation.problems.append("the damage was not reported")
+
+
+@contextlib.contextmanager
+def break_disk(disk: JournalDisk, kind: str, dice: random.Random) -> Iterator[None]:
+    """Break the disk within this context: `full`, `slow`, `failed write`, `failed sync`, or `lost` (the files are
+    deleted).
+    """
+    if kind == "full":
+        disk.fill(dice.choice((0, dice.randint(0, 200))))
+    elif kind == "slow":
+        disk.slow_share = dice.uniform(0.3, 1.0)
+    elif kind == "lost":
+        disk.delete(FOLDER)
+    else:
+        disk.failures_left[kind.removeprefix("failed ")] = dice.randint(1, 3)
+    try:
+        yield
+    finally:
+        disk.free()
+        disk.slow_share = 0.0
+        disk.failures_left.clear()
 
 
 @scenario(21)

@@ -1,140 +1,177 @@
-"""The journal on a simulated disk, which survives the processes that write to it."""
+"""The journal's disk: what the scheduler's machine stores, and which output tokens are durable there."""
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-from midstream.clock import SteadyClock
 from protos import generation_pb2, journal_pb2
-from scheduler.journal import DeposedError, JournalContents, JournalEntry, JournalError
+from scheduler.core.events import Recovered
 from scheduler.journal.documents import Document, DocumentKey, Documents
-from scheduler.journal.sqlite_documents import SqliteDocuments
-from scheduler.journal.store import Store, StoredJournal, Transaction, unseal
-from scheduler.journal.threaded import ThreadedJournal
-from scheduler.journal.writer import RowWriter
-from scheduler.wire.requests import ModelLimits
-from tests.simulation.loop import Flag, Process
-from tests.simulation.network import Network
+from scheduler.journal.frames import Frame, frames
+from scheduler.journal.log import LogStore
+from scheduler.journal.store import unseal
+from tests.simulation import threads
+from tests.simulation.disk import Disk, File
+from tests.simulation.network import Network, running
 
-_CHECK_INTERVAL_S = 0.5
+FOLDER = "/scheduler/journal"
+_LOCK, _SUFFIX = "lock", ".log"
+# Small, so that segments are begun, rewritten and deleted while requests run.
+_SEGMENT_BYTES, _SLACK_BYTES = (1 << 10, 1 << 12, 1 << 15), 1 << 10
+_HEADER_BYTES = 1 << 10
+_WRITE_SHARE = 0.05
+_SYNC_S = (0.0001, 0.002)
+_LONGEST_SYNC_S = 0.5
 
 
-class Disk:
-    """The journal's current and past contents.
+class JournalDisk(Disk):
+    """The disk of the machine on which the schedulers run.
 
     Attributes:
-        epoch: Epoch of the scheduler that may write.
-        is_full: Whether writes fail.
-        num_committed: The highest number of output tokens ever committed, per (request id, sequence).
-        num_deposed: Number of writes rejected because another scheduler has taken over.
-        num_full: Number of writes rejected because the disk was full.
-        was_damaged: Whether a record was torn or damaged.
+        make_store: Creates the store of a log.
+        slow_share: Share of the syncs that take up to half a second.
+        num_committed: The highest number of output tokens ever durable, per (request id, sequence).
+        was_damaged: Whether anything but a power cut has changed the files.
     """
 
-    def __init__(self) -> None:
-        self.epoch = 0
-        self.requests: dict[int, tuple[bytes, bytes]] = {}
-        self.commits: list[tuple[int, bytes]] = []
-        self.is_full = False
-        self.num_torn = 0
+    def __init__(self, network: Network, dice: random.Random) -> None:
+        """Create an empty disk; `dice` determines the size of the log's segments."""
+        super().__init__(self._wait, running)
+        self.make_store = partial(LogStore, segment_bytes=dice.choice(_SEGMENT_BYTES), slack_bytes=_SLACK_BYTES)
+        self._network = network
+        self.slow_share = 0.0
         self.num_committed: dict[tuple[str, int], int] = {}
-        self.num_deposed = self.num_full = 0
+        self._num_durable: dict[tuple[str, int], int] = {}
         self.was_damaged = False
-        self._num_commits = 0
+        self.on_sync = self._observe
         self._ids: dict[int, str] = {}
-        self._lengths: dict[tuple[int, int], int] = {}
 
-    def write(self, transaction: Transaction) -> None:
-        """Write all entries atomically."""
-        for number, sealed in transaction.accepted:
-            self.requests[number] = (sealed, b"")
-            payload = journal_pb2.JournalRequest.FromString(unseal(sealed) or b"").payload
-            self._ids[number] = generation_pb2.GenerateRequest.FromString(payload).request_id
-        if transaction.compacted is not None:
-            for number, output in transaction.compacted:
-                self.requests[number] = (self.requests[number][0], output)
-            self.commits.clear()
-        if transaction.commit:
-            if transaction.compacted is None:
-                self._num_commits += 1
-                self.commits.append((self._num_commits, transaction.commit))
-            self._note_committed(transaction.commit)
-        for number in transaction.forgotten:
-            self.requests.pop(number, None)
-
-    def _note_committed(self, sealed: bytes) -> None:
-        record = journal_pb2.JournalCommit.FromString(unseal(sealed) or b"")
-        indices = record.sequence_indices[:] or [0] * len(record.requests)
-        counts = record.num_tokens[:] or [1] * len(record.requests)
-        for number, index, count in zip(record.requests, indices, counts, strict=True):
-            key = (self._ids[number], index)
-            stored = self._lengths[number, index] = self._lengths.get((number, index), 0) + count
-            self.num_committed[key] = max(self.num_committed.get(key, 0), stored)
+    def _wait(self, operation: str) -> None:
+        thread, dice = threads.current(), self._network.dice
+        thread.check_alive()
+        if operation == "sync":
+            is_slow = self.slow_share and dice.random() < self.slow_share
+            thread.wait(dice.uniform(*_SYNC_S) if not is_slow else dice.uniform(0, _LONGEST_SYNC_S))
+        elif operation == "write" and dice.random() < _WRITE_SHARE:
+            thread.wait(dice.uniform(*_SYNC_S))
 
     def damage(self, kind: str, dice: random.Random) -> bool:
-        """Tear the end of the journal or damage a record; return False if there is no record to damage."""
-        if kind == "torn":
-            self.num_torn += 1
-        elif kind == "corrupt" and self.commits:
-            position = dice.randrange(len(self.commits))
-            number, sealed = self.commits[position]
-            self.commits[position] = (number, _spoil(sealed, dice))
-        elif kind == "corrupt request" and self.requests:
-            number = dice.choice(sorted(self.requests))
-            sealed, output = self.requests[number]
-            self.requests[number] = (_spoil(sealed, dice), output)
-        else:
+        """Change a byte of a record, or of one with a new request; return False if there is none to damage."""
+        found = [
+            (file, item)
+            for name, file in self.files(FOLDER).items()
+            if name.endswith(_SUFFIX)
+            for item in frames(bytes(file.content), len(file.content))
+            if isinstance(item, Frame) and (kind == "corrupt" or _has_request(item))
+        ]
+        if not found:
             return False
+        file, item = dice.choice(found)
+        self.spoil(file, dice.randrange(item.start, item.end))
         self.was_damaged = True
         return True
 
-    def reset_lengths(self, lengths: dict[tuple[int, int], int]) -> None:
-        """Set the numbers of output tokens that a scheduler has read, from which it continues."""
-        self._lengths = lengths
+    def recovered(self, events: Sequence[Recovered]) -> list[str]:
+        """Record what a new scheduler has read; return what it should have read as well."""
+        problems = []
+        ids = {event.spec.request_id for event in events}
+        if not self.was_damaged:
+            missing = sorted(set(self._ids.values()) - ids)
+            problems += [f"{request_id} was accepted durably, but not recovered" for request_id in missing]
+        self._ids = {number: request_id for number, request_id in self._ids.items() if request_id in ids}
+        for event in events:
+            for index, tokens in enumerate(event.outputs):
+                key = (event.spec.request_id, index)
+                num_durable = self._num_durable.get(key, 0)
+                if len(tokens) < num_durable and not self.was_damaged:
+                    problems.append(f"of {num_durable} durable tokens of {key}, {len(tokens)} were recovered")
+                self._num_durable[key] = len(tokens)
+        return problems
+
+    def _observe(self, file: File) -> None:
+        try:
+            self._note(file)
+        except Exception as error:  # noqa: BLE001 (it must not look like an error of the disk)
+            self._network.loop.failures.append(f"the journal has unexpected contents: {error!r}")
+
+    def _note(self, file: File) -> None:
+        """Read the records of a log that are durable now and count: those of the current writer, and those of the
+        previous one up to the end at which the current one continues.
+        """
+        files = self.files(FOLDER)
+        state: _Read = file.note or _Read()
+        if state.epoch is None:
+            header = next(frames(bytes(file.on_disk[:_HEADER_BYTES]), min(len(file.on_disk), _HEADER_BYTES)), None)
+            if not isinstance(header, Frame):
+                return  # it is the lock
+            segment = journal_pb2.JournalSegment.FromString(header.payload)
+            file.note = state = _Read(header.end, segment.scheduler_epoch)
+            previous = files.get(f"{segment.number - 1:08d}{_SUFFIX}")
+            if previous is not None and previous.note is not None:
+                self._read(previous, segment.previous_bytes)
+        if _LOCK not in files or state.epoch == int.from_bytes(files[_LOCK].content[:8], "little"):
+            self._read(file, len(file.on_disk))
+
+    def _read(self, file: File, end: int) -> None:
+        state: _Read = file.note
+        start = state.num_bytes
+        data = bytes(file.on_disk[start:end])
+        for item in frames(data, len(data)):
+            if isinstance(item, Frame):
+                state.num_bytes = start + item.end
+                self._apply(item.payload)
+
+    def _apply(self, payload: bytes) -> None:
+        record = journal_pb2.JournalTransaction.FromString(payload)
+        for row in (*record.accepted, *record.rewritten):
+            payload = journal_pb2.JournalRequest.FromString(unseal(row.request) or b"").payload
+            self._ids[row.number] = generation_pb2.GenerateRequest.FromString(payload).request_id
+        for row in record.accepted:
+            request_id = self._ids[row.number]
+            self._num_durable = {key: count for key, count in self._num_durable.items() if key[0] != request_id}
+        if record.commit:
+            for number, index, count in _tokens(record.commit):
+                key = (self._ids[number], index)
+                self._set(key, self._num_durable.get(key, 0) + count)
+        for row in record.rewritten:
+            for number, index, count in _tokens(row.output):
+                self._set((self._ids[number], index), count)
+        for number in record.forgotten:
+            self._ids.pop(number, None)
+
+    def _set(self, key: tuple[str, int], count: int) -> None:
+        self._num_durable[key] = count
+        self.num_committed[key] = max(self.num_committed.get(key, 0), count)
 
 
-def _spoil(sealed: bytes, dice: random.Random) -> bytes:
-    position = dice.randrange(len(sealed))
-    return sealed[:position] + bytes([sealed[position] ^ 0x55]) + sealed[position + 1 :]
+@dataclass(slots=True)
+class _Read:
+    """How much of a segment was read, and the epoch of its writer."""
+
+    num_bytes: int = 0
+    epoch: int | None = None
 
 
-class DiskStore(Store):
-    """The disk as seen by one scheduler."""
+def _has_request(item: Frame) -> bool:
+    return item.start > 0 and bool(journal_pb2.JournalTransaction.FromString(item.payload).accepted)
 
-    def __init__(self, disk: Disk) -> None:
-        self._disk = disk
-        self._epoch = 0
 
-    def take_over(self, least_epoch: int) -> int:
-        self._disk.epoch = self._epoch = max(self._disk.epoch + 1, least_epoch)
-        return self._epoch
-
-    def read(self) -> StoredJournal:
-        disk = self._disk
-        torn, disk.num_torn = disk.num_torn, 0
-        requests = [(number, *row) for number, row in sorted(disk.requests.items())]
-        return StoredJournal(requests=requests, commits=list(disk.commits), num_damaged=torn)
-
-    def write(self, transaction: Transaction) -> None:
-        self.check()
-        if self._disk.is_full:
-            self._disk.num_full += 1
-            raise JournalError("the disk is full")
-        self._disk.write(transaction)
-
-    def check(self) -> None:
-        if self._disk.epoch != self._epoch:
-            self._disk.num_deposed += 1
-            raise DeposedError(f"epoch {self._epoch} was superseded")
-
-    def close(self) -> None:
-        pass
+def _tokens(sealed: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield the number, sequence index and number of tokens of each run in a commit."""
+    record = journal_pb2.JournalCommit.FromString(unseal(sealed) or b"")
+    indices = record.sequence_indices[:] or [0] * len(record.requests)
+    counts = record.num_tokens[:] or [1] * len(record.requests)
+    return zip(record.requests, indices, counts, strict=True)
 
 
 class NoDocuments(Documents):
     """A store without documents and without a thread, since the timing of a thread would not be simulated."""
+
+    async def open(self, scheduler_epoch: int) -> None:
+        pass
 
     async def get(self, key: DocumentKey) -> None:
         return None
@@ -144,68 +181,3 @@ class NoDocuments(Documents):
 
     async def list(self, *arguments: object, **options: object) -> list[Document]:
         return []
-
-
-class SimulatedJournal(ThreadedJournal):
-    """Does the work of the journal's thread in a task, with the real rows, order and group commit."""
-
-    def __init__(
-        self,
-        network: Network,
-        disk: Disk,
-        process: Process,
-        limits: ModelLimits,
-        fingerprint: str,
-        clock: SteadyClock,
-    ) -> None:
-        super().__init__(DiskStore(disk), limits, fingerprint, clock)
-        self.documents = NoDocuments(SqliteDocuments(None), clock)
-        self._network, self._disk, self._process = network, disk, process
-        self._waiting: list[tuple[list[JournalEntry], Callable[[], None]]] = []
-        self._changed = Flag()
-        self._is_closing = False
-        self._writing: asyncio.Task[None] | None = None
-
-    async def open(self, on_failure: Callable[[JournalError], None]) -> JournalContents:
-        await asyncio.sleep(self._sync_s())
-        contents, writer = self._open()
-        kept = writer._kept.values()
-        self._disk.reset_lengths({(item.number, i): n for item in kept for i, n in enumerate(item.lengths)})
-        self._writing = asyncio.create_task(self._write(writer, on_failure), name="journal")
-        return contents
-
-    def commit(self, entries: list[JournalEntry], then: Callable[[], None]) -> None:
-        self._waiting.append((entries, then))
-        self._changed.set()
-
-    async def close(self) -> None:
-        self._is_closing = True
-        self._changed.set()
-        if self._writing is not None:
-            await asyncio.wait([self._writing])
-
-    def _sync_s(self) -> float:
-        return self._network.dice.uniform(0.0001, 0.002)
-
-    async def _write(self, writer: RowWriter, on_failure: Callable[[JournalError], None]) -> None:
-        while self._waiting or not self._is_closing:
-            if not self._waiting:
-                await self._changed.wait(_CHECK_INTERVAL_S)
-            group, self._waiting = self._waiting, []
-            try:
-                if not group:
-                    self._store.check()
-                    continue
-                transaction = writer.transaction(entry for entries, _ in group for entry in entries)
-                await asyncio.sleep(self._sync_s())
-                if self._process.is_dead:
-                    return
-                self._store.write(transaction)
-            except JournalError as error:
-                on_failure(error)
-                return
-            self.num_commits += 1
-            self._network.arrive(self._process, "committed", len(transaction.commit))
-            for _, then in group:
-                then()
-            self.after_commits()

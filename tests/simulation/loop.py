@@ -152,6 +152,8 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
     _stopping: bool
     # The `Sockets` with which the loop creates servers and connections.
     sockets: Any = None
+    # Starts a thread that runs a function, and returns a future of its result.
+    run_in_thread: Callable[[Callable[[], Any]], asyncio.Future[Any]]
 
     def __init__(self, resolve: Callable[[str], list[str]]) -> None:
         """Create the loop; `resolve` resolves names after `dns:///`."""
@@ -224,6 +226,10 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         fd.watch(lambda: None)
         return True
 
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
+        """Run a function in a simulated thread."""
+        return self.run_in_thread(lambda: func(*args))
+
     def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:  # type: ignore[override]
         """Set a signal handler of the current process."""
         process = PROCESS.get()
@@ -237,6 +243,11 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
     async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
         """Connect over the simulated network."""
         return await self.sockets.connect(protocol_factory, host, port)
+
+    async def connect_accepted_socket(self, protocol_factory: Any, sock: Any, **_: Any) -> Any:
+        """Open a connection that a listening socket has accepted."""
+        sock.end.open(protocol_factory)
+        return sock.end, sock.end.protocol
 
     async def getaddrinfo(self, host: Any, port: Any, **_: Any) -> list[Any]:
         """Return machine names as addresses."""

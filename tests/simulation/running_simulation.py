@@ -96,6 +96,16 @@ class RunningSimulation:
             self.happened[f"kill {name.partition('-')[0]}"] += 1
             process.die()
 
+    def cut_power(self) -> None:
+        """Cut the power of the scheduler's machine."""
+        cluster = self.cluster
+        cluster.network.note("the machine of the scheduler loses power")
+        self.happened["power cut"] += 1
+        for process in cluster.all_processes:
+            if process.name == "scheduler":
+                process.die()
+        cluster.disk.cut_power(self.dice)
+
     def jump(self, name: str) -> None:
         """Shift the wall clock of a process's machine; later processes on that machine use the shifted clock too."""
         seconds = self.dice.choice((3, -3, 30, -30, 3600, -3600))

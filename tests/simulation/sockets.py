@@ -1,14 +1,18 @@
-"""Connections and servers of the simulated event loop over the simulated network; frames use them.
+"""Connections and servers of the simulated event loop over the simulated network.
 
-A writer is told to pause while `window` of its writes are unread at the other end.
+Frames between services use `create_server` of the event loop; the gRPC server uses listening sockets. A writer is told
+to pause while `window` of its writes are unread at the other end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from midstream.rpc.frames import _HEAD, _LENGTH_BYTES, Kind
@@ -16,6 +20,7 @@ from protos import scheduler_pb2
 from tests.simulation.loop import Process
 from tests.simulation.network import Network, Wire, running
 
+_CLIENT_PORT = 1
 _FIRST_FREE_PORT = 60_000
 _RECONNECT_S = 0.1
 _SPLIT_SHARE = 0.1
@@ -25,7 +30,9 @@ Make = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An item sent over a wire: open, data, read (the sender has read some data) or closed."""
+    """An item sent over a wire: open, data, read (the sender has read some data), eof (the sender writes no more) or
+    closed.
+    """
 
     kind: str
     data: bytes = b""
@@ -49,11 +56,26 @@ class End(asyncio.Transport):
         self._is_paused = False
         self._num_unread = 0  # sent, and not yet read at the other end
         self._num_taken = 0
+        # What has arrived before the connection was accepted, or while its reader is paused.
+        self._held: list[Item] = []
+        self._is_reading = False
 
     def open(self, make: Make) -> None:
         """Open the connection."""
         self.protocol = make()
         self.protocol.connection_made(self)
+        self.resume_reading()
+
+    def pause_reading(self) -> None:
+        """Hold back what arrives."""
+        self._is_reading = False
+
+    def resume_reading(self) -> None:
+        """Pass on what was held back."""
+        self._is_reading = True
+        held, self._held = self._held, []
+        for item in held:
+            self.receive(item)
 
     def receive(self, item: Item) -> None:
         """Handle an arriving item in the context of the receiving process."""
@@ -62,8 +84,13 @@ class End(asyncio.Transport):
     def _receive(self, item: Item) -> None:
         if self._is_closed:
             return
-        if item.kind == "data":
+        if (not self._is_reading or self._held) and item.kind != "read":
+            self._held.append(item)
+        elif item.kind == "data":
             self._take(item.data)
+        elif item.kind == "eof":
+            if not self.protocol.eof_received():
+                self.close()
         elif item.kind == "read":
             self._num_unread -= item.count
             if self._is_paused and self._num_unread < self._network.window:
@@ -87,13 +114,14 @@ class End(asyncio.Transport):
     def _end(self, error: Exception | None) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self.protocol.connection_lost(error)
+            if self.protocol is not None:
+                self.protocol.connection_lost(error)
 
     def write(self, data: Any) -> None:
         """Send bytes."""
         if self._is_closed or self.out is None:
             return
-        if self.process.name == "scheduler" and self.pair is not None:
+        if self.process.name == "scheduler" and self.pair is not None and self.pair.name == "frames":
             self.pair.show(data)
         self._num_unread += 1
         self.out.send(Item("data", bytes(data)))
@@ -110,12 +138,19 @@ class End(asyncio.Transport):
 
     abort = close
 
+    def write_eof(self) -> None:
+        """Close this side of the connection only."""
+        if not self._is_closed and self.out is not None:
+            self.out.send(Item("eof"))
+
     def is_closing(self) -> bool:
         """Return whether the connection is closed."""
         return self._is_closed
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Return the default value."""
+        """Return the address of the other end; otherwise the default value."""
+        if name == "peername" and self.pair is not None:
+            return self.pair.ends[self is self.pair.client].name, _CLIENT_PORT
         return default
 
     def get_write_buffer_size(self) -> int:
@@ -129,13 +164,15 @@ class End(asyncio.Transport):
 class Pair:
     """The two ends of a connection."""
 
-    def __init__(self, network: Network, client: Process, server: Process, make: Make) -> None:
+    def __init__(self, network: Network, client: Process, listener: Listener | ListeningSocket) -> None:
+        server = listener.process
+        self.name = listener.name
         self.ends = (client, server)
         self.client, self.server = End(network, client), End(network, server)
         self._network = network
-        self._make = make
-        up = Wire(network, client, server, "frames", self._at_server)
-        down = Wire(network, server, client, "frames", self.client.receive)
+        self._connected = listener.connected
+        up = Wire(network, client, server, self.name, self._at_server)
+        down = Wire(network, server, client, self.name, self.client.receive)
         self.client.out, self.server.out = up, down
         self.client.pair = self.server.pair = self
         self._wires = (up, down)
@@ -144,7 +181,7 @@ class Pair:
 
     def _at_server(self, item: Item) -> None:
         if item.kind == "open":
-            self._network.loop.call_soon(self.server.open, self._make, context=self.server.process.context.copy())
+            self._network.loop.call_soon(self._connected, self.server, context=self.server.process.context.copy())
         else:
             self.server.receive(item)
 
@@ -164,8 +201,7 @@ class Pair:
             wire.is_cut = True
         self._network.remove(self)
         for end in (self.server, self.client):
-            if end.protocol is not None:
-                self._network.later(self._network.delay(), end.receive, Item("broken"))
+            self._network.later(self._network.delay(), end.receive, Item("broken"))
 
     def end_closed(self, end: Process) -> None:
         """Close the connection, as the operating system of a dead process does."""
@@ -176,7 +212,9 @@ class Pair:
 
 
 class Listener:
-    """A listening socket and its server."""
+    """A server that the event loop has created."""
+
+    name = "frames"
 
     def __init__(self, network: Network, address: tuple[str, int], make: Make) -> None:
         self.process = running()
@@ -185,6 +223,10 @@ class Listener:
         self._network = network
         self._address = address
         network.bind(f"{address[0]}:{address[1]}", self)
+
+    def connected(self, end: End) -> None:
+        """Open a connection."""
+        end.open(self.make)
 
     def getsockname(self) -> tuple[str, int]:
         """Return the bound address."""
@@ -200,12 +242,100 @@ class Listener:
             del self._network.listeners[key]
 
 
+class ListeningSocket:
+    """A socket that listens, with the interface of `socket.socket`."""
+
+    name = "http2"
+
+    def __init__(self, network: Network) -> None:
+        self.process = running()
+        self._network = network
+        self._address = ("", 0)
+        self._backlog: deque[End] = deque()
+        self._notify: Callable[[], object] = lambda: None
+
+    def __enter__(self) -> ListeningSocket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def bind(self, address: tuple[str, int]) -> None:
+        """Set the address."""
+        self._address = address
+
+    def listen(self, _: int) -> None:
+        """Let clients connect."""
+        self._network.bind(f"{self._address[0]}:{self._address[1]}", self)
+
+    def getsockname(self) -> tuple[str, int]:
+        """Return the bound address."""
+        return self._address
+
+    def setsockopt(self, *_: object) -> None:
+        """Ignore options."""
+
+    setblocking = setsockopt
+
+    def watch(self, notify: Callable[[], object]) -> None:
+        """Call back as long as there are connections to accept."""
+        self._notify = notify
+        if self._backlog:
+            notify()
+
+    def connected(self, end: End) -> None:
+        """Queue a connection."""
+        self._backlog.append(end)
+        self._notify()
+
+    def accept(self) -> tuple[AcceptedSocket, tuple[str, int]]:
+        """Return the oldest connection and its client's address."""
+        if not self._backlog:
+            raise BlockingIOError
+        end = self._backlog.popleft()
+        if self._backlog:
+            self._notify()
+        return AcceptedSocket(end), end.get_extra_info("peername")
+
+    def close(self) -> None:
+        """Stop listening, and reset the connections that were not accepted."""
+        key = f"{self._address[0]}:{self._address[1]}"
+        if self._network.listeners.get(key) is self:
+            del self._network.listeners[key]
+        while self._backlog:
+            self._backlog.popleft().close()
+
+
+class AcceptedSocket:
+    """A socket of a client that was accepted; `connect_accepted_socket` makes it a transport."""
+
+    def __init__(self, end: End) -> None:
+        self.end = end
+
+    def setblocking(self, _: bool) -> None:
+        """Ignore the mode."""
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.end.close()
+
+
 class Sockets:
     """Creates servers and connections for the loop."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
         self._ports = itertools.count(_FIRST_FREE_PORT)
+
+    @property
+    def module(self) -> Any:
+        """Return what stands for the module `socket` in the gRPC server."""
+        constants = {name: value for name, value in vars(socket).items() if name.isupper()}
+        return SimpleNamespace(
+            **constants,
+            socket=lambda *_: ListeningSocket(self._network),
+            getaddrinfo=lambda host, port, **_: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, port))],
+        )
 
     def listen(self, make: Make, host: str, port: int) -> Listener:
         """Listen on an address; port 0 picks a free port."""
@@ -216,12 +346,12 @@ class Sockets:
         network, process = self._network, running()
         await asyncio.sleep(2 * network.delay())
         while True:
-            listener: Listener | None = network.listeners.get(f"{host}:{port}")
+            listener: Listener | ListeningSocket | None = network.listeners.get(f"{host}:{port}")
             if listener is None or process.is_dead:
                 raise ConnectionRefusedError(f"no process listens on {host}:{port}")
             if not network.is_parted(process, listener.process):
                 break
             await asyncio.sleep(_RECONNECT_S)
-        pair = Pair(network, process, listener.process, listener.make)
+        pair = Pair(network, process, listener)
         pair.client.open(make)
         return pair.client, pair.client.protocol

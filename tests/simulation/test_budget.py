@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
+from scheduler.journal.threaded import ThreadedJournal
 from tests.simulation.cluster import Shape
-from tests.simulation.journal import SimulatedJournal
 from tests.simulation.loop import PROCESS, Process, VirtualLoop
 from tests.simulation.run import run_seed
 from tests.simulation.scenarios import Scenario
@@ -16,8 +16,8 @@ from tests.simulation.worker import SimulatedLink
 from tests.simulation.workload import Job, long_request
 
 NUM_REQUESTS, NUM_TOKENS = 24, 120
-# Allowance for prefill steps, the start and end of streams, and messages that do not arrive in one piece.
-MARGIN = 40
+# Allowance for prefill steps, calls, the start and end of streams, and messages that do not arrive in one piece.
+MARGIN = 60
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     worker's connection is woken.
     """
     counts = Counter[str]()
-    call_soon, adopt, commit = VirtualLoop.call_soon, Process.adopt, SimulatedJournal.commit
+    call_soon, adopt, commit = VirtualLoop.call_soon, Process.adopt, ThreadedJournal.commit
     wake = SimulatedLink._wake
 
     def count_callback(loop: VirtualLoop, callback: object, *args: object, context: object = None) -> object:
@@ -39,7 +39,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts[f"tasks of {process.name.partition('-')[0]}"] += 1
         adopt(process, task)  # type: ignore[arg-type]
 
-    def count_commit(journal: SimulatedJournal, entries: object, then: object) -> None:
+    def count_commit(journal: ThreadedJournal, entries: object, then: object) -> None:
         counts["commits"] += 1
         commit(journal, entries, then)  # type: ignore[arg-type]
 
@@ -47,7 +47,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts["wakes of a link's thread"] += 1
         wake(link)
 
-    monkeypatch.setattr(SimulatedJournal, "commit", count_commit)
+    monkeypatch.setattr(ThreadedJournal, "commit", count_commit)
     monkeypatch.setattr(SimulatedLink, "_wake", count_wake)
     monkeypatch.setattr(VirtualLoop, "call_soon", count_callback)
     monkeypatch.setattr(Process, "adopt", count_task)

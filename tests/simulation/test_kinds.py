@@ -5,10 +5,11 @@ Each request has the tokens of one kind, except after the offset that its stream
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -26,13 +27,6 @@ TOKENIZERS = ("", "other")
 NUM_SEEDS = 40
 
 
-def next_of_kind(kind: int, prompt: Sequence[int], output: Sequence[int], seed: int) -> int:
-    state = kind
-    for token in (*prompt, *output):
-        state = extend_state(state, token)
-    return next_token(state, seed, 0)
-
-
 @dataclass
 class KindJob(Job):
     """A request of one sequence whose output may be of any kind and tokenizer, but only of one of each.
@@ -42,30 +36,45 @@ class KindJob(Job):
     """
 
     changed_at: int | None = None
+    _states: dict[int, int] = field(default_factory=dict)
+    _differs_at: dict[int, int] = field(default_factory=dict)  # by kind: the first token that is not of it
+    _is_foreign: bool = False  # whether a token is of no kind
+    _num_noted: int = 0
 
     def add(self, chunk: Chunk) -> None:
         tokens, say = self.tokens[0], self.problems.append
         if chunk.token_offset != len(tokens):
             say(f"it continues at token {chunk.token_offset}, but {len(tokens)} tokens were received")
         tokens.extend(chunk.token_ids)
+        self._note(chunk.token_ids)
         self.texts[0] += chunk.text
         if chunk.kind_changed_at is not None:
             self.changed_at = chunk.kind_changed_at
         num_own = len(tokens) if self.changed_at is None else self.changed_at
-        if not any(self._is_of(kind, num_own) for kind in KINDS):
+        is_own = any(self._differs_at.get(kind, num_own) >= num_own for kind in KINDS)
+        if self._is_foreign or not is_own:
             say(f"the first {num_own} of {tokens} are of no single kind")
         if not any(vocabulary(item).text(tokens).startswith(self.texts[0]) for item in TOKENIZERS):
             say(f"the text {self.texts[0]!r} of {tokens} is of no single tokenizer")
         if chunk.is_final:
             self.final = chunk
 
-    def _is_of(self, kind: int, num_own: int) -> bool:
-        prompt, tokens, seed = self.request.token_ids.values, self.tokens[0], self.request.sampling.seed
-        for place, token in enumerate(tokens):
-            kinds = (kind,) if place < num_own else KINDS
-            if all(next_of_kind(item, prompt, tokens[:place], seed) != token for item in kinds):
-                return False
-        return True
+    def _note(self, token_ids: Sequence[int]) -> None:
+        """Compare new tokens with those of each kind, given all tokens before them."""
+        if not self._states:
+            prompt = self.request.token_ids.values
+            self._states = {kind: functools.reduce(extend_state, prompt, kind) for kind in KINDS}
+        for token in token_ids:
+            wrong = {kind for kind, state in self._states.items() if next_token(state, self._seed, 0) != token}
+            for kind in wrong:
+                self._differs_at.setdefault(kind, self._num_noted)
+            self._is_foreign |= len(wrong) == len(KINDS)
+            self._states = {kind: extend_state(state, token) for kind, state in self._states.items()}
+            self._num_noted += 1
+
+    @property
+    def _seed(self) -> int:
+        return self.request.sampling.seed
 
     def check_complete(self) -> None:
         if self.final is None or len(self.tokens[0]) != self.request.max_tokens:

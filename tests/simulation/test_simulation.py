@@ -16,8 +16,10 @@ NUM_CHUNKS = 8
 # Faults that must occur for some of the seeds, so that no scenario passes without its fault.
 FAULTS = (
     *("1", "2", "3", "4", "4 hang", "5", "5 long", "6", "7", "8", "9", "10", "11", "12", "13 queue", "13 decode"),
-    *("14", "15", "16", "17 cut", "17 parted", "18", "19", "20 full", "20 torn", "20 corrupt", "20 corrupt request"),
-    *("0 kill", "0 terminate", "0 freeze", "0 part", "0 cut", "0 jump", "0 lie", "26", "27", "28"),
+    *("14", "15", "16", "17 cut", "17 parted", "18", "19", "26", "27", "28"),
+    *("20 slow", "20 lost", "20 corrupt", "20 corrupt request"),
+    *("disk full", "disk failed write", "disk failed sync", "disk torn", "power cut"),
+    *("0 kill", "0 terminate", "0 freeze", "0 part", "0 cut", "0 jump", "0 lie", "0 power", "0 disk"),
     *("adopted fetched", "adopted left", "adopted stored"),
 )
 

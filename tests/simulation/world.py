@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import queue
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -18,10 +19,14 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 import detokenizer.__main__
+import midstream.rpc.http2.server
 import router.__main__
+import scheduler.journal.log_folder
+import scheduler.journal.threaded
 import scheduler.service
 from midstream.model.folder import ModelFolder
-from tests.simulation import grpc_client, grpc_server, zmq_transport
+from tests.simulation import http2_client, threads, zmq_transport
+from tests.simulation.journal import JournalDisk, NoDocuments
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import END_ID, VOCAB_SIZE, decoders, fingerprint
 from tests.simulation.network import Network, running
@@ -122,9 +127,14 @@ def _leaf(error: BaseException) -> BaseException:
     return _leaf(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
+def _sleep(sleep: Callable[[float], None]) -> Callable[[float], None]:
+    """Return `time.sleep` for simulated threads as well as for others."""
+    return lambda seconds: threads.current().wait(seconds) if threads.is_current() else sleep(seconds)
+
+
 @contextlib.contextmanager
 def simulated(
-    loop: VirtualLoop, network: Network, seed: int, make_journal: Any, make_engine: Any
+    loop: VirtualLoop, network: Network, disk: JournalDisk, seed: int, make_engine: Any
 ) -> Iterator[ErrorLog]:
     """Replace all external input by simulated input within this context."""
     dice_state = random.getstate()
@@ -143,15 +153,25 @@ def simulated(
             monotonic=lambda: loop.now + _MONOTONIC_OFFSET_S,
             monotonic_ns=lambda: int((loop.now + _MONOTONIC_OFFSET_S) * 1e9),
             perf_counter=lambda: loop.now,
+            sleep=_sleep(time.sleep),
         ),
         mock.patch("secrets.randbits", network.dice.getrandbits),
         mock.patch("gc.collect", return_value=0),
         mock.patch("midstream.rpc.serving._next_collection", 0.0),
         mock.patch("midstream.telemetry.ProcessCollector"),
-        mock.patch("grpc.aio.insecure_channel", lambda target, **_: grpc_client.Channel(network, target)),
-        mock.patch("grpc.aio.server", lambda **options: grpc_server.Server(network, **options)),
+        mock.patch("grpc.aio.insecure_channel", lambda target, **_: http2_client.Channel(network, target)),
+        mock.patch.multiple(midstream.rpc.http2.server, socket=loop.sockets.module),
         mock.patch("zmq.asyncio.Context", partial(zmq_transport.Context, network)),
-        mock.patch.multiple(scheduler.service, make_journal=make_journal, Engine=make_engine, HttpServer=_NoServer),
+        mock.patch.multiple(
+            scheduler.service, Path=disk.path_type(), LogStore=disk.make_store, Engine=make_engine, HttpServer=_NoServer
+        ),
+        mock.patch.multiple(scheduler.journal.log_folder, os=disk.os, fcntl=disk.fcntl),
+        mock.patch.multiple(
+            scheduler.journal.threaded,
+            threading=SimpleNamespace(Thread=threads.SimulatedThread),
+            queue=SimpleNamespace(SimpleQueue=threads.SimulatedQueue, Empty=queue.Empty),
+            Documents=NoDocuments,
+        ),
         mock.patch.multiple(
             detokenizer.__main__,
             open_model_folder=lambda _: folder(network.tokenizers.get(running().name, "")),
