@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from midstream.cli.debug import run as run_debug
 from midstream.client import AsyncClient
 from midstream.client.result import Result
 from midstream.errors import InvalidArgumentError, NotFoundError, ReceiptError, UnsupportedError
@@ -135,4 +137,5 @@ async def test_the_command(service: Service, client: AsyncClient, tmp_path: Path
     assert f"token 7 of sequence 0 of {body.request_id}, at position" in done.stdout
     assert "as recorded" in done.stdout
     assert "random number 0." in done.stdout
-    assert (await asyncio.to_thread(debug, "--evidence", str(file), "--top", "2000")).returncode == 1
+    with pytest.raises(InvalidArgumentError, match="top: is 2000"):
+        run_debug(argparse.Namespace(top=2000))

@@ -17,7 +17,7 @@ from tests.simulation.running_simulation import RunningSimulation
 from tests.simulation.scenarios import Scenario
 from tests.simulation.workload import Job, long_request
 
-NUM_SEEDS = 10
+NUM_SEEDS = 8
 WRONG = "worker-1"
 
 
