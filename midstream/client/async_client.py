@@ -21,7 +21,7 @@ from midstream.client.features import Drafts, Guide, KvRetention
 from midstream.client.info import CellLoad, LoraInfo, ModelInfo, ServerInfo
 from midstream.client.request import Array, Message, SamplingParams, naming, set_fields, set_input, tensor_of
 from midstream.client.result import Embeddings
-from midstream.client.retries import Retries, is_broken
+from midstream.client.retries import Retries, broken_error, is_broken
 from midstream.client.stream import AsyncStream
 from midstream.config import API_KEY_VARIABLE
 from midstream.errors import InvalidArgumentError
@@ -271,7 +271,7 @@ class AsyncClient:
             except grpc.aio.AioRpcError as error:
                 if not is_broken(error):
                     raise error_from_rpc(error) from None
-                await retries.wait(error_from_rpc(error))
+                await retries.wait(broken_error(error))
             else:
                 vectors = tuple(tuple(item.values) for item in answer.embeddings)
                 return Embeddings(vectors, usage_from_proto(answer.usage))
@@ -431,8 +431,10 @@ class AsyncClient:
             try:
                 return await call(self._next_stub())
             except grpc.aio.AioRpcError as error:
-                if not is_broken(error) or not left:
+                if not is_broken(error):
                     raise error_from_rpc(error) from None
+                if not left:
+                    raise broken_error(error) from None
         raise AssertionError("unreachable")
 
 

@@ -8,8 +8,8 @@ import math
 import grpc
 
 from midstream.client.request import naming
-from midstream.errors import DeadlineError, MidstreamError
-from midstream.rpc.errors import is_from_service
+from midstream.errors import DeadlineError, MidstreamError, UnavailableError
+from midstream.rpc.errors import error_from_rpc, is_from_service
 
 # Statuses of calls whose router dies or drains. CANCELLED comes from the server; after a cancel by the client, the
 # status is never read.
@@ -25,6 +25,12 @@ def is_broken(error: grpc.RpcError) -> bool:
     """
     code = error.code()
     return code in _BROKEN or (code is grpc.StatusCode.INTERNAL and not is_from_service(error))
+
+
+def broken_error(error: grpc.RpcError) -> MidstreamError:
+    """Return the error of a broken call, for the case that no other router answers."""
+    known = error_from_rpc(error)
+    return known if isinstance(known, UnavailableError) else UnavailableError(f"the call was broken: {known.message}")
 
 
 class Retries:

@@ -21,7 +21,7 @@ import grpc.aio
 
 from midstream.chunk import Chunk, FinishReason, SequenceEnds
 from midstream.client.result import Result
-from midstream.client.retries import Retries, is_broken
+from midstream.client.retries import Retries, broken_error, is_broken
 from midstream.errors import (
     AbortedError,
     DeadlineError,
@@ -231,7 +231,7 @@ class AsyncStream:
         if not is_broken(error):
             self._stop_watching()
             raise error_from_rpc(error) from None
-        await self._leave(error_from_rpc(error))
+        await self._leave(broken_error(error))
 
     async def _leave(self, error: MidstreamError) -> None:
         """Wait until the stream should be reopened at the next router; raise `error` if that takes too long."""

@@ -188,6 +188,15 @@ async def test_a_status_internal_of_a_proxy_is_a_lost_router_but_the_services_ow
         assert len(router.calls) == 1
 
 
+@pytest.mark.parametrize("code", ["UNAVAILABLE", "UNKNOWN", "INTERNAL", "CANCELLED"])
+async def test_the_service_is_unavailable_if_every_call_is_broken_whatever_status_a_proxy_gives_it(code: str) -> None:
+    async with serving(kind=Lost) as (router, address), AsyncClient(address, unavailable_timeout_s=0.1) as client:
+        router.error = (grpc.StatusCode[code], "Stream removed (Data frame with END_STREAM flag received)")
+        with pytest.raises(UnavailableError, match="Stream removed"):
+            await client.generate("w").result()
+        assert len(router.calls) > 1
+
+
 @pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
 async def test_no_status_matters_after_the_final_chunk(code: grpc.StatusCode) -> None:
     async with serving(kind=BrokenAtEnd) as (router, address), AsyncClient(address) as client:
@@ -211,6 +220,14 @@ class Failing(Router):
     async def _spell(self, start: int, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         yield letters(start, start + 1)
         raise ZeroDivisionError
+
+
+class Lost(Router):
+    """A router whose calls never get an answer."""
+
+    async def _spell(self, start: int, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        await context.abort(*self.error)
+        yield letters(0, 0)
 
 
 class BrokenAtEnd(Router):
