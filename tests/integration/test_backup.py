@@ -15,7 +15,7 @@ from tests.integration.service import Service, midstream
 
 FLAGS = ("--served-model-name", "m")
 # The request is still running when the backup is made and the service ends.
-LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 PROMPT = "Once upon a time"
 
 
@@ -46,7 +46,7 @@ async def test_a_backup_of_a_running_service_is_complete(tmp_path: Path) -> None
             assert (await client.loads())[0].num_running_requests == 1  # the backup was made while it ran
             rest = [chunk async for chunk in client.resume("long", from_token=0)]
         whole = [token for chunk in rest for token in chunk.token_ids]
-        assert len(whole) == 400
+        assert len(whole) == 200
     finally:
         service.stop()
 

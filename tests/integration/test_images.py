@@ -97,6 +97,7 @@ def test_the_executor_takes_files_and_images(vision: Vision) -> None:
 
 async def test_each_api_gives_the_tokens_of_transformers_and_encodes_an_image_once(vision: Vision) -> None:
     wanted = vision.expected("See <image>?", [RED[0]])
+    before = vision.metric("num_encoded_images_total"), vision.metric("num_cached_images_total")
     async with stub_of(vision.service.routers()[0]) as stub:
         assert (await collect(stub, request("See <image>?", RED[1]))).token_ids == wanted
         assert (await collect(stub, request("See <image>?", BLUE[1]))).token_ids != wanted
@@ -165,8 +166,10 @@ async def test_each_api_gives_the_tokens_of_transformers_and_encodes_an_image_on
     for text in (response.output_text, "".join(block.text for block in message.content if block.type == "text")):
         assert vision.processor.decode(wanted, skip_special_tokens=True).startswith(text)
         assert text
-    assert vision.metric("num_encoded_images_total") == 2
-    assert vision.metric("num_cached_images_total") == 4
+    after = vision.metric("num_encoded_images_total"), vision.metric("num_cached_images_total")
+    # Other tests may have asked for the same images before.
+    assert sum(after) - sum(before) == 6
+    assert after[0] == 2
 
 
 async def test_images_that_do_not_fit_the_prompt_are_refused(vision: Vision) -> None:
