@@ -27,7 +27,7 @@ from tests.simulation.world import simulated
 
 # A simulation that lasts longer than this is considered hung.
 LIMIT_S = 300.0
-_COLLECT_EVERY = 64
+_COLLECT_EVERY = 16
 # Reported about a record that a killed scheduler had not written completely, too. What is lost is checked.
 _CUT_OFF = "the journal is damaged"
 
