@@ -223,15 +223,27 @@ class Ledger:
         after = f"{max(entry.finished_unix_ns - _MARGIN_NS, 0):020d}"
         while pages := await self._pages(after):
             for page in pages:
-                entries = list(_contents(page).entries)
-                for place, known in enumerate(entries):
+                contents = _contents(page)
+                for known in contents.entries:
                     if _key(known) == key:
-                        entries[place] = entry
-                        data = (await self._page_of(entries)).SerializeToString()
+                        data = (await self._amended_page(contents, known, entry)).SerializeToString()
                         await self._documents.put(page.key, data, expires_ns=page.expires_ns)
                         return
             after = pages[-1].key.id
         logger.warning("the ledger has no entry to amend for a request", extra={"request_id": entry.request_id})
+
+    async def _amended_page(self, page: pb.LedgerPage, known: pb.LedgerEntry, entry: pb.LedgerEntry) -> pb.LedgerPage:
+        """Replace an entry on a page, and sign the page again. While no receipts are made, the page's own stay as they
+        are, since each is needed to verify the others.
+        """
+        if self._receipts is not None:
+            known.CopyFrom(entry)
+            return await self._page_of(page.entries)
+        body = known.receipt.body
+        known.CopyFrom(entry)
+        if body:
+            known.receipt.body = body
+        return page
 
     async def _pages(self, after: str) -> list[Document]:
         place = DocumentKey("", _KIND, after) if after else None
