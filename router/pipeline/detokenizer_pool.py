@@ -81,10 +81,17 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
         """Whether requests can be attached."""
         return self.is_open and self.tokenizer_fingerprint is not None
 
+    def _greet(self) -> None:
+        self._tell_if_live()  # the first batch may have been read together with the welcome
+
+    def _tell_if_live(self) -> None:
+        if self.is_live:
+            self._on_live.set()
+
     def _take(self, batch: pb.StreamBatch) -> None:
         if self.tokenizer_fingerprint is None:
             self.tokenizer_fingerprint = batch.tokenizer_fingerprint
-            self._on_live.set()
+            self._tell_if_live()
         streams = self.streams
         for item in batch.chunks:
             stream = streams.get(item.stream)

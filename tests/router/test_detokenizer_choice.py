@@ -68,3 +68,16 @@ async def test_a_detokenizer_that_comes_back_with_another_tokenizer_is_not_used(
     assert pool.num_live == 0
     link._take(pb.StreamBatch(tokenizer_fingerprint="other"))
     assert pool.num_live == 0
+
+
+async def test_a_request_that_arrives_while_a_detokenizer_connects_is_attached_to_it() -> None:
+    pool = pool_with()
+    link = pool.links["b"] = DetokenizerLink("b", LinkSettings(1 << 20), "", pool._live)
+    link._take(pb.StreamBatch(tokenizer_fingerprint="own"))  # read before the task that connects has run again
+    attaching = asyncio.create_task(pool.attach(ClientStream("r", 1 << 20)))
+    await asyncio.sleep(0)
+    assert not attaching.done()
+    link.is_open = True
+    link._greet()
+    attachment = await asyncio.wait_for(attaching, 5)
+    assert attachment.link is link
