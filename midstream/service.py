@@ -16,8 +16,8 @@ from midstream.telemetry import configure_logging
 # is collected. The latter examines up to three times as many objects and takes up to 25 ms.
 _YOUNG_OBJECTS, _YOUNG_COLLECTIONS = 5_000, 2
 # A full collection is due when, since the last one, the number of memory blocks has grown by this share of the blocks
-# allocated since the start, and by at least this number (about 3 MB).
-_GROWTH_SHARE, _MIN_GROWTH = 0.25, 30_000
+# allocated since the start, and by at least this number (about 10 MB).
+_GROWTH_SHARE, _MIN_GROWTH = 0.25, 100_000
 _NEVER = 1_000_000_000
 
 ConfigT = TypeVar("ConfigT", RouterConfig, SchedulerConfig, DetokenizerConfig)

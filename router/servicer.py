@@ -63,7 +63,8 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         ):
             if is_set:
                 raise InvalidArgumentError("must not be set by clients", field=field)
-        replace_structural_tag(request, self._tokens, "guided_decoding.guide")
+        if request.HasField("guided_decoding"):
+            replace_structural_tag(request, self._tokens, "guided_decoding.guide")
         key = key_of(context.invocation_metadata() or ())
         if key:
             make_repeatable(request, request_id_of(key, "Generate"))

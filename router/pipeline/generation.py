@@ -90,6 +90,7 @@ _T = TypeVar("_T")
 # Maximum number of requests of a client that start at the same time. It is higher while no other client starts any,
 # because the journal then commits more of them together.
 _MAX_STARTS, _MAX_STARTS_ALONE = 4, 16
+_NUM_NEW_IDS = 64
 _REATTACH_S = 0.05
 # The scheduler ends a request at its deadline; if the scheduler hangs, the router ends the request this much later.
 _LATE_S = 1.0
@@ -266,6 +267,7 @@ class Runner:
         self.readers = Readers()
         self.receipts = Receipts(cells)
         self._template_fingerprint = model.template_fingerprint
+        self._ids: list[str] = []
 
     async def start(
         self,
@@ -358,9 +360,12 @@ class Runner:
 
     def inspection(self, request: pb.GenerateRequest, constraints: Constraints | None) -> Inspection | None:
         """Return the validation of a new request's output; None if its grammar enforces everything."""
-        divide = divide_native(request, partial(self._prompt_text, request))
         if constraints is not None:
             divide = constraints.divide
+        elif request.HasField("guided_decoding"):
+            divide = divide_native(request, partial(self._prompt_text, request))
+        else:
+            return None
         return None if divide is None else Inspection(self._validator, _known(divide), None)
 
     def inspection_of_rest(
@@ -426,6 +431,13 @@ class Runner:
             return self.cells.home(request.request_id)
         return self.cells.choose(request.token_ids.values, request.cache_salt)
 
+    def new_id(self) -> str:
+        """Return a random request id. The system is asked for many at a time, since each call takes a while."""
+        if not self._ids:
+            digits = f"{secrets.randbits(128 * _NUM_NEW_IDS):0{32 * _NUM_NEW_IDS}x}"
+            self._ids = [digits[start : start + 32] for start in range(0, len(digits), 32)]
+        return self._ids.pop()
+
     def give_up_at(self, deadline: float | None) -> float:
         """Return the event-loop time until which to wait for an unreachable component."""
         limit = asyncio.get_running_loop().time() + self._config.unavailable_timeout_s
@@ -490,7 +502,7 @@ class Runner:
         if bad_words:
             for ids in await self.prompts.bad_word_ids(list(bad_words)):
                 request.stopping.bad_word_token_ids.add(values=ids)
-        request.request_id = current_caller.get().scope(request.request_id or _new_id())
+        request.request_id = current_caller.get().scope(request.request_id or self.new_id())
         if not self._config.share_prefix_cache:
             request.cache_salt = current_caller.get().salt(request.cache_salt)
         request.model = self.model.name
@@ -694,7 +706,7 @@ class FrontDoor:
         """
         operation = operation or ("chat" if request.WhichOneof("input") == "chat" else "text_completion")
         arrival, caller = time.monotonic(), current_caller.get()
-        is_named, request_id = bool(request.request_id), request.request_id or _new_id()
+        is_named, request_id = bool(request.request_id), request.request_id or self.runner.new_id()
         current_request_id.set(request_id)
         request.request_id = request_id
         if caller.is_authenticated:
@@ -846,10 +858,6 @@ def _known(divide: Divide) -> Callable[[], Awaitable[Divide | None]]:
         return divide
 
     return find
-
-
-def _new_id() -> str:
-    return f"{secrets.randbits(128):032x}"
 
 
 def _deadline_error() -> DeadlineError:

@@ -44,15 +44,15 @@ class KeepAlives:
         """Begin to count a stream's silence."""
         if self._tick_s > 0:
             self._streams[stream] = None
-            self._schedule()
+            if self._timer is None:
+                self._schedule()
 
     def remove(self, stream: KeptStream) -> None:
         """Stop counting a stream's silence."""
         self._streams.pop(stream, None)
 
     def _schedule(self) -> None:
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
+        self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
 
     def _tick(self) -> None:
         self._timer = None

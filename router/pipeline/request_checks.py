@@ -153,7 +153,7 @@ def check_request(
             "must be at least 1, unless the request asks for an output for the prompt", field="max_tokens"
         )
     generates = request.output.detokenize or not request.output.HasField("detokenize")
-    if model.num_labels is not None and generates:
+    if generates and model.num_labels is not None:
         reason = f"{model.name!r} has a classification head and generates no text; use scores, reranking or embeddings"
         raise UnsupportedError(reason, field="model")
     if not model.has_head and (generates or _needs_head(request)):

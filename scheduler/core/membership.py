@@ -203,7 +203,7 @@ class Membership:
         for request_id in blamed:
             request = self._lifecycle.requests.get(request_id)
             if request is not None and event.group_id in request.died_on:
-                request.died_on.remove(event.group_id)
+                request.forget_death(event.group_id)
 
     def group_of(self, event: StepDone | WorkerBeat | WeightsHashed | BlocksFetched) -> WorkerGroup | None:
         """Return the group that sent a message; if the message is stale, count it, notify the sender and return None.
@@ -332,7 +332,7 @@ class Membership:
         if is_silent:
             running = {request for request in running if request.note_silence(group.group_id) > _MAX_SILENCES}
         for request in running:
-            request.died_on.append(group.group_id)
+            request.note_death(group.group_id)
         suspects = [request for request in running if self.is_suspect(request)]
         if len(suspects) != 1:
             return None

@@ -126,7 +126,7 @@ class Sequence:
 
     def clear_placement(self) -> None:
         """Clear the sequence's placement on a worker; its tokens are kept."""
-        if not self.output:
+        if self.outputs and not self.output:
             self.outputs = []  # the outputs of the prompt are reported again
         self.table: list[int] = []
         self.num_freed = 0
@@ -515,8 +515,8 @@ class Request:
     may_fetch: bool = True
     is_read_ahead: bool = False
     may_hand_over: bool = True
-    died_on: list[str] = field(default_factory=list)
-    silent_on: list[str] = field(default_factory=list)
+    died_on: tuple[str, ...] = ()
+    silent_on: tuple[str, ...] = ()
     num_delays: int = 0
     last_ordinal: int = -1
     num_attached: int = 0
@@ -528,7 +528,7 @@ class Request:
     kind_changed_at: tuple[int, ...] = ()
     is_repeated: bool = False
     may_change_kind: bool = False
-    unproven_on: list[int] = field(default_factory=list)
+    unproven_on: tuple[int, ...] = ()
     is_check: bool = False
 
     def __post_init__(self) -> None:
@@ -573,13 +573,21 @@ class Request:
         """Record a group that fell silent while running the request; return how many groups have done so since its last
         token.
         """
-        self.silent_on.append(group_id)
+        self.silent_on += (group_id,)
         return len(self.silent_on)
+
+    def note_death(self, group_id: str) -> None:
+        """Record a group that died while running the request."""
+        self.died_on += (group_id,)
+
+    def forget_death(self, group_id: str) -> None:
+        """Drop one record of a group's death."""
+        first = self.died_on.index(group_id)
+        self.died_on = self.died_on[:first] + self.died_on[first + 1 :]
 
     def note_progress(self) -> None:
         """Clear the groups that died or fell silent while running the request, since it has a new token."""
-        self.died_on.clear()
-        self.silent_on.clear()
+        self.died_on = self.silent_on = ()
         self.num_delays = 0
 
     def next_delay_ns(self) -> int:
@@ -650,7 +658,7 @@ class Request:
     def start_on_kind(self, kind: Kind, incarnation: int) -> bool:
         """Record the kind of the group on which the request starts; return whether the record of it has changed."""
         if not kind.weights_root:
-            self.unproven_on.append(incarnation)
+            self.unproven_on += (incarnation,)
         before, was_free = (self.kind, self.kind_changed_at), self.may_change_kind
         self.may_change_kind = False
         if self.kind is None or not self.is_bound:
@@ -671,7 +679,7 @@ class Request:
         """
         if incarnation not in self.unproven_on:
             return False
-        self.unproven_on = [other for other in self.unproven_on if other != incarnation]
+        self.unproven_on = tuple([other for other in self.unproven_on if other != incarnation])
         before = self.kind, self.kind_changed_at
         if self.kind is None or self.kind.agrees_with(kind):
             self.kind = kind

@@ -102,6 +102,8 @@ class RequestSpec:
     @property
     def possible_ends(self) -> frozenset[int]:
         """The tokens that may end a sequence: stop tokens, and the last tokens of stop sequences."""
+        if not self.stop_sequences:
+            return self.stop_token_ids
         return self.stop_token_ids.union(sequence[-1] for sequence in self.stop_sequences)
 
     def ends_with_stop_sequence(self, output: array[int]) -> bool:

@@ -244,7 +244,7 @@ def test_a_worker_that_exits_normally_is_not_a_death() -> None:
     harness.submit("a", 3, 6)
     harness.turn()
     harness.leave("g")
-    assert harness.core.lifecycle.requests["a"].died_on == []
+    assert harness.core.lifecycle.requests["a"].died_on == ()
     assert harness.core.totals.num_worker_deaths == 0
 
 
@@ -255,10 +255,10 @@ def test_a_closed_link_is_a_death_that_is_forgiven_when_the_same_worker_comes_ba
         harness.add_group("g", incarnation=7)
         harness.turn()
         harness.cut("g")
-        assert harness.core.lifecycle.requests["a"].died_on == ["g"]
+        assert harness.core.lifecycle.requests["a"].died_on == ("g",)
     harness.add_group("g", incarnation=8)
     harness.turn()
-    assert harness.core.lifecycle.requests["a"].died_on == ["g"]
+    assert harness.core.lifecycle.requests["a"].died_on == ("g",)
     harness.cut("g")
     assert harness.core.lifecycle.requests["a"].failure is not None
     assert harness.core.totals.num_worker_deaths == 6
@@ -297,7 +297,7 @@ def test_a_new_link_begins_a_new_epoch() -> None:
     harness.add_group("g", incarnation=7)
     (successor,) = harness.core.groups
     assert successor.epoch > group.epoch
-    assert harness.core.lifecycle.requests["a"].died_on == []
+    assert harness.core.lifecycle.requests["a"].died_on == ()
 
 
 def test_a_worker_cannot_impersonate_another() -> None:

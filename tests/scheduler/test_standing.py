@@ -105,7 +105,7 @@ def test_an_invalid_message_of_a_worker_is_no_evidence_against_its_requests() ->
     harness.turn()
     assert group.plans
     harness.handle(WorkerFailed(harness.now_ns, group.registration.connection, "wrong message"))
-    assert harness.core.lifecycle.requests["a"].died_on == []
+    assert harness.core.lifecycle.requests["a"].died_on == ()
     assert (harness.core.totals.num_worker_faults, harness.core.totals.num_worker_deaths) == (1, 0)
 
 
@@ -119,7 +119,7 @@ def test_a_missing_result_is_a_fault_of_the_worker() -> None:
     assert len(harness.core.groups) == 1  # the heartbeat may have overtaken the result
     harness.handle(finished)
     assert harness.core.groups == []
-    assert harness.core.lifecycle.requests["a"].died_on == []
+    assert harness.core.lifecycle.requests["a"].died_on == ()
     assert (harness.core.totals.num_worker_faults, harness.core.totals.num_worker_deaths) == (1, 0)
 
 
@@ -241,7 +241,7 @@ def test_a_request_is_not_the_cause_while_another_worker_could_try_it() -> None:
     assert harness.groups["one"].plans
     harness.add_group("two", incarnation=1002)
     harness.cut("one")
-    assert harness.core.lifecycle.requests["a"].died_on == ["one", "one"]
+    assert harness.core.lifecycle.requests["a"].died_on == ("one", "one")
     harness.run()
     assert harness.ended == {"a": FinishReason.LENGTH}
 
