@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
@@ -20,6 +21,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 # Tests run in parallel, so the threads of a worker would wait for threads that are not scheduled.
 os.environ.setdefault("MIDSTREAM_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How long an example takes depends on what else the machine runs.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 _INTEGRATION = "tests/integration/"
 # Files whose tests share the service started in tests/integration/conftest.py.

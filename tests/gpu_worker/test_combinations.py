@@ -242,7 +242,6 @@ def model_and_runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple
 @given(setting=SETTINGS, cases=st.lists(CASES, min_size=2, max_size=5))
 @settings(
     max_examples=int(os.environ.get("TEST_EXAMPLES", "15")),
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_features_together_give_what_transformers_does(

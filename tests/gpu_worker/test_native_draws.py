@@ -67,7 +67,7 @@ def exact_draw(logits: Tensor, params: SamplingParams, number: float) -> int:
 
 
 @each_build
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     logits=st.lists(logit, min_size=1, max_size=40).filter(lambda values: max(values) > -torch.inf),
     num_repeats=st.sampled_from([1, 3, 70]),

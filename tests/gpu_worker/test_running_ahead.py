@@ -140,7 +140,7 @@ def plan(choices: list[int], kinds: int) -> list[Step]:
     return steps
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(choices=st.lists(st.integers(0, 5), min_size=4, max_size=24), kinds=st.sampled_from([2, 4]))
 def test_tokens_equal_those_of_sequential_steps(
     runners: tuple[ModelRunner, ModelRunner], choices: list[int], kinds: int

@@ -43,7 +43,7 @@ def on_all_ranks(size: int, run: Callable[[SharedSums, int], list[Tensor]]) -> l
         return list(pool.map(lambda rank: run(SharedSums(memory, rank, size, 30.0), rank), range(size)))
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 @given(
     size=st.integers(2, 5),
     shapes=st.lists(st.tuples(st.integers(1, 3), st.sampled_from([1, 7, 576, PIECE])), min_size=1, max_size=6),

@@ -98,7 +98,7 @@ def test_packages_that_run_on_a_device(
     assert [backend.name for backend in installed(capability).values()] == found
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 @given(
     package=st.sampled_from(
         [("2", AMPERE), ("3", HOPPER), ("4", BLACKWELL), ("flashinfer", HOPPER), ("flashinfer", BLACKWELL)]

@@ -39,7 +39,7 @@ def all_dims(draw: st.DrawFn) -> DecoderDims:
     )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
     name=st.sampled_from(runnable_builds),
     dims=all_dims(),

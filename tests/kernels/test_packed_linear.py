@@ -45,7 +45,7 @@ def rounded(x: Tensor, most: int) -> Tensor:
     return (levels * (largest / most)).flatten(1)[:, : x.shape[1]]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(
     name=st.sampled_from(runnable_builds),
     weight_format=st.sampled_from(list(WeightFormat)),

@@ -21,7 +21,7 @@ from tests.kernels import exact
 
 EPSILON = {torch.float32: 1e-6, torch.float16: 1e-3}
 dtypes = st.sampled_from(list(EPSILON))
-property_test = settings(max_examples=8, deadline=None, derandomize=True)
+property_test = settings(max_examples=8, derandomize=True)
 
 
 @property_test

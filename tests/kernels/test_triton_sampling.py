@@ -62,7 +62,9 @@ def most_candidates(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=5, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(params=st.lists(sampling_params, min_size=1, max_size=6), num_tokens=st.integers(2, 5000))
 def test_draws_what_the_worker_draws(params: list[SamplingParams], num_tokens: int) -> None:
     torch.manual_seed(0)

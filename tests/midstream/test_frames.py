@@ -106,7 +106,7 @@ async def test_messages_arrive_complete_and_in_order(is_local: bool) -> None:
         assert here.error is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.binary(max_size=40), max_size=6), st.lists(st.integers(1, 12), min_size=1))
 def test_frames_are_the_same_however_their_bytes_are_cut(bodies: list[bytes], cuts: list[int]) -> None:
     async def run() -> list[bytes]:

@@ -678,7 +678,7 @@ def test_a_budget_allows_a_burst_and_then_a_rate() -> None:
     assert [budget.spend(20.0) for _ in range(4)] == [True, True, True, False]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cuts=st.lists(st.integers(1, 700), max_size=12))
 async def test_bytes_may_be_split_anywhere(cuts: list[int]) -> None:
     server, _ = serving()
@@ -718,7 +718,7 @@ _FRAMES = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(frames=_FRAMES)
 async def test_no_frames_make_the_server_fail(frames: list[tuple[int, int, int, bytes]]) -> None:
     server, _ = serving()
@@ -735,7 +735,7 @@ async def test_no_frames_make_the_server_fail(frames: list[tuple[int, int, int, 
     assert not server.connections
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     lists=st.lists(
         st.lists(st.sampled_from([("a", "1"), ("b", "2" * 50), ("c", "3" * 3000), ("d", "4" * 5000)]), max_size=3),

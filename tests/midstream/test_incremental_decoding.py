@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models
 
@@ -218,7 +218,6 @@ class _AnyDecoder:
         self.token = self.library.id_to_token
 
 
-@settings(deadline=None)
 @given(steps=st.lists(STEPS, min_size=1, max_size=4), ids=OTHER_IDS, cuts=CUTS)
 def test_steps_in_any_order_give_the_text_of_the_library(
     steps: list[dict[str, Any]], ids: list[int], cuts: list[int]

@@ -498,7 +498,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
 def test_every_walk_ends_in_a_value_that_two_validators_accept(
     compile_schema: Compile, tokenizer: GuideTokenizer, schema: dict[str, Any], seed: int

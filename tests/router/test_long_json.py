@@ -40,7 +40,7 @@ def outcome(parse: Callable[[], object]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(text=texts())
 def test_a_long_text_has_the_value_or_the_error_that_the_standard_parser_gives(text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:

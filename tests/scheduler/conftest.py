@@ -31,5 +31,5 @@ def pytest_configure(config: pytest.Config) -> None:
     examples = config.getoption("--examples", default=DEFAULT_EXAMPLES)
     # The runs are the same each time, unless more than the default number is requested.
     settings.register_profile(
-        "scheduler", max_examples=examples, derandomize=examples == DEFAULT_EXAMPLES, deadline=None, database=None
+        "scheduler", max_examples=examples, derandomize=examples == DEFAULT_EXAMPLES, database=None
     )

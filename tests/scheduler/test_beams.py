@@ -233,7 +233,7 @@ def spec_of(**fields: Any) -> RequestSpec:
     rate=st.sampled_from([0.0, 0.5]),
     rng=st.randoms(use_true_random=False),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_decided_tokens_begin_the_best_output_of_any_continuation(
     width: int, max_tokens: int, penalty: float, stopping: int, rate: float, rng: Random
 ) -> None:
@@ -342,7 +342,7 @@ def test_the_best_candidate_with_the_rate_decides_whether_a_search_is_over(last:
     rate=st.sampled_from([0.0, 0.5]),
     rng=st.randoms(use_true_random=False),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_restored_search_equals_the_original(
     width: int, max_tokens: int, penalty: float, stopping: int, rate: float, rng: Random
 ) -> None:

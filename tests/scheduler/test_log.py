@@ -120,7 +120,7 @@ class Scheduler:
         return result, after
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(
     lives=st.lists(
         st.tuples(
@@ -166,7 +166,7 @@ def test_nothing_committed_is_lost_and_nothing_else_appears_whenever_the_power_i
         assert found in (committed, pending)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(
     num_operations=st.integers(0, 60),
     actions=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 15)), min_size=1, max_size=15),
@@ -215,7 +215,7 @@ def filled(folder: LogFolder, num_commits: int, segment_bytes: int = SEGMENT_BYT
     return state
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, suppress_health_check=list(HealthCheck))
 @given(
     which=st.integers(0, 100),
     share=st.floats(0, 1, exclude_max=True),

@@ -101,7 +101,7 @@ RENDERERS = {name: Renderer(source) for name, source in TEMPLATES.items()}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(calls=CALLS)
 def test_calls_that_a_template_writes_are_read_back(name: str, calls: list[Named]) -> None:
     variables = [{"name": tool, "arguments": arguments} for tool, arguments in calls]
@@ -110,7 +110,7 @@ def test_calls_that_a_template_writes_are_read_back(name: str, calls: list[Named
     assert summary(parser.feed(text) + parser.finish()) == ("", "", calls)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(calls=CALLS)
 def test_python_literals_are_parsed(calls: list[Named]) -> None:
     written = ", ".join(
