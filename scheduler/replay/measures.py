@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,14 +11,16 @@ from pathlib import Path
 from rich.table import Table
 
 from midstream.errors import ConfigError
-from scheduler.core.effects import Effect, IterationDone, Refused, RequestEnded
-from scheduler.core.request import Request
+from scheduler.core.effects import Effect, Emitted, IterationDone, Refused, RequestEnded
+from scheduler.core.request import Request, Sequence
 from scheduler.core.stats import IterationStats
 
 _NS_PER_S = 1e9
 _NS_PER_MS = 1e6
 # Maximum number of time buckets; above it, pairs of buckets are merged.
 _MAX_BUCKETS = 512
+# Bins of times between tokens, per factor e.
+_BINS = 100
 
 
 @dataclass(slots=True)
@@ -43,8 +47,38 @@ class Bucket:
 
 
 @dataclass(slots=True)
+class Gaps:
+    """Times between two consecutive tokens of a sequence, counted to within 1%."""
+
+    _counts: Counter[int] = field(default_factory=Counter)
+    _last_ns: dict[Sequence, int] = field(default_factory=dict)
+
+    def note(self, emitted: Emitted) -> None:
+        """Count the times between new tokens and those before them; tokens of one step come at the same time."""
+        for sequence in emitted.sequences:
+            at_ns, before_ns = sequence.last_token_ns, self._last_ns.get(sequence)
+            self._last_ns[sequence] = at_ns
+            if before_ns is not None and at_ns > before_ns:
+                self._counts[round(_BINS * math.log(at_ns - before_ns))] += 1
+
+    def forget(self, request: Request) -> None:
+        """Drop what is kept of an ended request's sequences."""
+        for sequence in request.sequences:
+            self._last_ns.pop(sequence, None)
+
+    def quantile(self, share: float) -> float:
+        """Return the quantile in nanoseconds; 0 if no time was counted."""
+        left = int(self._counts.total() * share)
+        for number, count in sorted(self._counts.items()):
+            left -= count
+            if left < 0:
+                return math.exp(number / _BINS)
+        return 0.0
+
+
+@dataclass(slots=True)
 class Measures:
-    """Measurements of one run, in nanoseconds; `tokens_ns` has each request's mean time between tokens."""
+    """Measurements of one run, in nanoseconds; `tokens_ns` has each request's mean time per token after the first."""
 
     buckets: dict[int, Bucket] = field(default_factory=dict)
     bucket_ns: int = 10_000_000
@@ -60,11 +94,14 @@ class Measures:
     first_token_ns: list[int] = field(default_factory=list)
     tokens_ns: list[float] = field(default_factory=list)
     end_to_end_ns: list[int] = field(default_factory=list)
+    gaps: Gaps = field(default_factory=Gaps)
 
     def note(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, IterationDone):
                 self._note_iteration(effect.stats)
+            elif isinstance(effect, Emitted):
+                self.gaps.note(effect)
             elif isinstance(effect, RequestEnded):
                 self._note_end(effect.request)
             elif isinstance(effect, Refused):
@@ -83,6 +120,7 @@ class Measures:
         self.end_ns = max(self.end_ns, stats.time_ns)
 
     def _note_end(self, request: Request) -> None:
+        self.gaps.forget(request)
         times, end = request.times, request.sequences[0].end
         assert end is not None
         reason = end.reason.name.lower()
@@ -111,6 +149,17 @@ class Measures:
                 self.buckets.setdefault(number // 2, Bucket()).add(bucket)
         return self.buckets.setdefault(index, Bucket())
 
+    def percentile_ns(self, name: str, share: float) -> float:
+        """Return the quantile `share` of the times to the first token (`ttft`), between tokens (`itl`), or from arrival
+        to end (`e2e`).
+        """
+        if name == "itl":
+            return self.gaps.quantile(share)
+        return quantile({"ttft": self.first_token_ns, "e2e": self.end_to_end_ns}[name], share)
+
+    def _quantile_rows(self, title: str, name: str) -> list[tuple[str, str]]:
+        return [(f"{title}, ms: p{p}", f"{self.percentile_ns(name, p / 100) / _NS_PER_MS:.1f}") for p in (50, 95, 99)]
+
     @property
     def duration_s(self) -> float:
         """Duration in seconds, from the first iteration to the last."""
@@ -129,9 +178,9 @@ class Measures:
             ("steps", f"{total.num_iterations}"),
             ("output tokens per s", f"{self.num_output_tokens / self.duration_s:.1f}"),
             ("prompt tokens cached", f"{cached:.1%}"),
-            *quantile_rows("time to first token", self.first_token_ns),
-            *quantile_rows("between tokens", self.tokens_ns),
-            *quantile_rows("end to end", self.end_to_end_ns),
+            *self._quantile_rows("time to first token", "ttft"),
+            *self._quantile_rows("between tokens", "itl"),
+            *self._quantile_rows("end to end", "e2e"),
             ("rows per step, mean", f"{total.mean('batch_size'):.1f}"),
             ("queue: mean / most", f"{total.mean('queue'):.1f} / {self.max_queue}"),
             ("KV use: mean / most", f"{total.mean('kv_use'):.1%} / {self.max_kv_use:.1%}"),
@@ -143,11 +192,6 @@ def quantile(values: Iterable[float], share: float) -> float:
     """Return the quantile `share` of the values; 0 if there are none."""
     ordered = sorted(values)
     return ordered[min(int(len(ordered) * share), len(ordered) - 1)] if ordered else 0.0
-
-
-def quantile_rows(name: str, values_ns: list[int] | list[float]) -> list[tuple[str, str]]:
-    """Return the median, 95th and 99th percentile in milliseconds, as rows of a table."""
-    return [(f"{name}, ms: p{p}", f"{quantile(values_ns, p / 100) / _NS_PER_MS:.1f}") for p in (50, 95, 99)]
 
 
 def table(columns: dict[str, Measures]) -> Table:

@@ -11,27 +11,32 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 
-from midstream.errors import MidstreamError
+from midstream.errors import ConfigError, MidstreamError
 from protos import recording_pb2 as pb
 from scheduler.core.capacity_scheduler import CAPACITY_SCHEDULERS
 from scheduler.core.config import CoreConfig
 from scheduler.core.core import SchedulerCore
-from scheduler.core.cost_model import CostFit
 from scheduler.core.effects import Effect, IterationDone, RequestEnded, StepPlan
-from scheduler.core.events import Event, StepDone, WorkerRegistered
+from scheduler.core.events import Event, StepDone
 from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
 from scheduler.plugins import load_scheduler
+from scheduler.replay.changes import Changes, Kill
 from scheduler.replay.measures import Measures, plot, table
+from scheduler.replay.objectives import Objective, objectives_table
 from scheduler.replay.recording import read_recording
 from scheduler.replay.recording_codec import Outcome, decode_config, decode_event, encode_outcome
 from scheduler.replay.simulation import Script, Simulation, from_outside
+from scheduler.replay.step_times import StepTimes
 from scheduler.replay.time_line import TimeLine
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -41,16 +46,18 @@ class Replay:
     Attributes:
         difference: The first difference; empty if there is none.
         outside: External events, for a simulation. scripts: The recorded output of each sequence.
-        duration_ns: Time from the first event to the last.
+        begin_ns: Start of the recording. duration_ns: Time from then to the last event.
+        steps: The recorded steps' times, if the input of a simulation was collected.
     """
 
     started: pb.RecordingStarted = field(default_factory=pb.RecordingStarted)
     difference: str = ""
     num_events: int = 0
     num_plans: int = 0
+    begin_ns: int = 0
     duration_ns: int = 0
     measures: Measures = field(default_factory=Measures)
-    cost: CostFit = field(default_factory=CostFit)
+    steps: StepTimes = field(default_factory=StepTimes)
     outside: list[Event] = field(default_factory=list)
     scripts: dict[tuple[str, int], Script] = field(default_factory=dict)
 
@@ -65,12 +72,12 @@ def replay(path: Path, *, keep_outside: bool = False, time_line: TimeLine | None
     Raises:
         ConfigError: The file is not a recording, or its scheduler plug-in is not installed.
     """
-    result, core, first_ns = Replay(), None, 0
+    result, core = Replay(), None
     for record in read_recording(path):
         if record.HasField("started"):
             core = make_core(record.started, decode_config(record.started.config))
-            if not first_ns:
-                result.started, first_ns = record.started, record.time_ns
+            if not result.begin_ns:
+                result.started, result.begin_ns = record.started, record.time_ns
             continue
         assert core is not None
         event = decode_event(record)
@@ -81,7 +88,7 @@ def replay(path: Path, *, keep_outside: bool = False, time_line: TimeLine | None
             time_line.after(core, event, effects)
         result.num_events += 1
         result.num_plans += len(record.plans)
-        result.duration_ns = max(result.duration_ns, event.time_ns - first_ns)
+        result.duration_ns = max(result.duration_ns, event.time_ns - result.begin_ns)
         result.difference = _difference(record, effects)
         if result.difference:
             result.difference = f"event {result.num_events}, {_kind(event)}: {result.difference}"
@@ -134,46 +141,29 @@ def _keep(result: Replay, event: Event, effects: list[Effect]) -> None:
         elif isinstance(effect, IterationDone) and isinstance(event, StepDone):
             step = effect.stats.step
             duration_us = event.forward_us or step.latency_ns / 1_000
-            result.cost.add(step.num_context_tokens, step.num_generation_requests, duration_us)
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """Settings to change in a simulation; None and 0 mean as recorded."""
-
-    policy: str | None = None
-    batching_type: str | None = None
-    max_num_tokens: int = 0
-    max_batch_size: int = 0
-    num_blocks: int = 0
-
-    def __bool__(self) -> bool:
-        return self != Changes()
-
-    def __str__(self) -> str:
-        values = (getattr(self, name) for name in self.__slots__)
-        return "\n".join(f"{name} {value}" for name, value in zip(self.__slots__, values, strict=True) if value)
+            result.steps.add(step.num_context_tokens, step.num_generation_requests, duration_us)
 
 
 def simulate(recorded: Replay, changes: Changes) -> Measures:
+    """Return the measurements of a simulation. Raises ConfigError if a change does not fit the recording."""
     started = pb.RecordingStarted()
     started.CopyFrom(recorded.started)
     started.capacity_policy = changes.policy or started.capacity_policy
     started.batching_type = changes.batching_type or started.batching_type
-    config = decode_config(started.config)
-    limits = {name: getattr(changes, name) for name in ("max_num_tokens", "max_batch_size") if getattr(changes, name)}
-    config = replace(config, **limits, verify_ppm=0)  # simulated workers are always right
-    if changes.num_blocks:
-        limits["num_blocks"] = changes.num_blocks
-    outside = (replace(event, **limits) if isinstance(event, WorkerRegistered) else event for event in recorded.outside)
-    core = make_core(started, config)
-    simulation = Simulation(core, outside, cost=recorded.cost.model(), scripts=recorded.scripts)
+    core = make_core(started, changes.config(decode_config(started.config)))
+    outside = changes.events(recorded.outside, recorded.begin_ns)
+    simulation = Simulation(core, outside, cost=recorded.steps.fit.model(), scripts=recorded.scripts)
     simulation.run()
     return simulation.measures
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Replay a file; return 1 if there is a difference, 2 if the file is not a recording."""
+    """Replay a file.
+
+    Returns:
+        1 if there is a difference, 2 if the file is not a recording or an argument does not fit it, 3 if the run with
+        all changes misses an objective.
+    """
     parser = argparse.ArgumentParser(
         allow_abbrev=False, prog="midstream replay", description="Replay a recorded scheduler core."
     )
@@ -192,6 +182,17 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.add_argument(
             f"--{name}", type=_positive, default=0, metavar="N", help=f"Simulate this number of {text}."
         )
+    parser.add_argument(
+        "--workers", type=_positive, default=0, metavar="N", help="Simulate this number of workers like the first one."
+    )
+    parser.add_argument(
+        "--kill", type=_of(Kill.parse), action="append", default=[], metavar="NAME@TIME",
+        help="Simulate the death of this worker, such as worker-0@12s; with worker-0@12s-20s it is back after 20 s.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--slo", type=_of(Objective.parse), action="append", default=[], metavar="pNN_NAME=TIME",
+        help="Exit with 3 if this percentile is exceeded, such as p95_ttft=500ms, p99_itl=80ms or p95_e2e=5s.",
+    )  # fmt: skip
     parser.add_argument("--request", metavar="ID", help="Print what happened to one token of this request, as JSON.")
     parser.add_argument("--at-token", type=int, default=0, metavar="N", help="With --request: the token's index. [0]")
     parser.add_argument("--sequence", type=int, default=0, metavar="I", help="With --request: the sequence. [0]")
@@ -208,7 +209,8 @@ def _run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False, soft_wrap=True)
     if arguments.request is not None:
         return _show_token(arguments)
-    changes = Changes(**{name: getattr(arguments, name) for name in Changes.__slots__})
+    given = {name: getattr(arguments, name) for name in Changes.__slots__}
+    changes = Changes(**given | {"kill": tuple(arguments.kill)})
     begin = time.perf_counter()
     recorded = replay(arguments.file, keep_outside=bool(changes))
     took_s = time.perf_counter() - begin
@@ -222,12 +224,22 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     columns = {"recorded": recorded.measures}
     if changes:
+        if not recorded.steps:
+            raise ConfigError("no step was recorded, so step times are unknown", field="FILE")
+        typical, high, total = recorded.steps.error_of(recorded.steps.fit.model())
+        console.print(
+            f"step times are fitted to {len(recorded.steps)} recorded steps; error of a step: median {typical:.1%}, "
+            f"95th percentile {high:.1%}; of their sum: {total:+.1%}"
+        )
         columns["simulated\nas recorded"] = simulate(recorded, Changes())
         columns[str(changes)] = simulate(recorded, changes)
     console.print(table(columns))
+    if arguments.slo:
+        console.print(objectives_table(arguments.slo, columns))
     if arguments.plot:
         plot(columns, arguments.plot)
-    return 0
+    last = list(columns.values())[-1]
+    return 0 if all(objective.is_met(last) for objective in arguments.slo) else 3
 
 
 def _show_token(arguments: argparse.Namespace) -> int:
@@ -235,6 +247,18 @@ def _show_token(arguments: argparse.Namespace) -> int:
     recorded = replay(arguments.file, time_line=time_line)
     print(json.dumps(time_line.to_json() | {"difference": recorded.difference}))
     return 1 if recorded.difference else 0
+
+
+def _of(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Return the type of an argument; argparse shows the messages of its errors."""
+
+    def convert(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
 
 
 def _positive(text: str) -> int:

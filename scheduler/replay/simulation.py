@@ -29,6 +29,7 @@ from scheduler.core.events import (
     Turn,
     WorkerBeat,
     WorkerLeft,
+    WorkerLost,
     WorkerRegistered,
 )
 from scheduler.core.request import Sequence
@@ -253,6 +254,8 @@ class Simulation:
                 if worker.registration.group_id == event.group_id:
                     del self._workers[connection]
             self._workers[event.connection] = SimulatedWorker(event, self._cost, self._scripts, self.extent)
+        elif isinstance(event, WorkerLost):
+            self._workers.pop(event.connection, None)
         elif isinstance(event, WorkerLeft):
             left = self._workers.pop(event.connection, None)
             event = replace(event, epoch=left.epoch if left else 0)

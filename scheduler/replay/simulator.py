@@ -231,7 +231,7 @@ def _warn_beyond(name: str, simulated: StepExtent, recorded: StepExtent) -> None
 
 def _cost(arguments: argparse.Namespace) -> tuple[CostModel, StepExtent | None]:
     """Return the costs, and the largest of the steps to which they were fitted, if any."""
-    fit = replay(arguments.cost_from, keep_outside=True).cost if arguments.cost_from else None
+    fit = replay(arguments.cost_from, keep_outside=True).steps.fit if arguments.cost_from else None
     base = fit.model() if fit is not None else CostModel()
     names = ("step_us", "context_token_us", "generation_row_us", "wire_us", "block_us")
     given = {name: getattr(arguments, name) for name in names}

@@ -35,11 +35,13 @@ from scheduler.core.failure import Failure
 from scheduler.core.kind import Kind
 from scheduler.core.request import Finish, FinishReason, RequestTimes, SequenceEnd
 from scheduler.core.request_spec import RequestSpec, RetentionRange
+from scheduler.replay.changes import Changes, Kill
 from scheduler.replay.recording import Recorder, frame, read_recording
 from scheduler.replay.recording_codec import Outcome, decode_config, decode_event, encode_config, encode_record
-from scheduler.replay.replay import Changes, replay, simulate
+from scheduler.replay.replay import Replay, replay, simulate
 from scheduler.replay.replay import main as run_replay
 from scheduler.replay.simulator import main as run_simulate
+from scheduler.replay.step_times import StepTimes
 from tests.scheduler.harness import MS, Harness
 
 SPEC = RequestSpec(
@@ -281,6 +283,96 @@ def test_a_changed_policy_gives_a_table_and_a_plot(tmp_path: Path, capfd: pytest
     assert "policy static_batch" in text
     assert "max_num_tokens 8" in text
     assert picture.read_text().startswith("<?xml")
+
+
+def with_steps_of_10_ms(recorded: Replay) -> Replay:
+    recorded.steps = StepTimes()
+    recorded.steps.add(0, 0, 10_000)
+    return recorded
+
+
+def test_a_worker_dies_in_a_simulation_and_comes_back(tmp_path: Path) -> None:
+    """A step takes 10 ms, so a death after 25 ms interrupts the third. The successor, back after 100 ms, computes the
+    prompt and two tokens again with the step of the third token.
+    """
+    path = tmp_path / "life"
+    life = RecordedHarness(path, capacity="guaranteed_no_evict")
+    life.add_group("g", num_blocks=24)
+    life.submit("r", [5, 6, 7], 5, is_detached=True)
+    life.run()
+    life.recorder.close()
+    recorded = with_steps_of_10_ms(replay(path, keep_outside=True))
+    undisturbed = simulate(recorded, Changes())
+    assert [round(ns / MS) for ns in (*undisturbed.first_token_ns, *undisturbed.end_to_end_ns)] == [10, 50]
+    died = simulate(recorded, Changes(kill=(Kill.parse("g@25ms-100ms"),)))
+    assert died.num_by_reason == {"length": 1}
+    assert died.first_token_ns == undisturbed.first_token_ns
+    assert [round(ns / MS) for ns in died.end_to_end_ns] == [130]
+    assert died.percentile_ns("itl", 0.99) == pytest.approx(90 * MS, rel=0.01)
+    assert died.percentile_ns("itl", 0.5) == pytest.approx(10 * MS, rel=0.01)
+
+
+def test_more_workers_shorten_the_wait(tmp_path: Path) -> None:
+    """Twelve requests of ten tokens, two at a time: a worker needs 100 ms for two of them."""
+    path = tmp_path / "life"
+    life = RecordedHarness(path, capacity="guaranteed_no_evict")
+    life.add_group("g", num_blocks=40, max_batch_size=2)
+    for number in range(12):
+        life.submit(f"r{number}", [5, 6, number], 10, is_detached=True)
+    life.run()
+    life.recorder.close()
+    recorded = with_steps_of_10_ms(replay(path, keep_outside=True))
+    last_s = {}
+    for count, dead in ((1, 0), (2, 0), (3, 0), (6, 0), (6, 3)):
+        kills = tuple(Kill(f"worker-{number}", 45 * MS) for number in range(dead))
+        simulated = simulate(recorded, Changes(workers=count, kill=kills))
+        assert simulated.num_by_reason == {"length": 12}
+        last_s[count, dead] = round(max(simulated.end_to_end_ns) / MS / 1_000, 2)
+    # After 45 ms, the requests of three workers have four tokens each; the other workers have room after 100 ms.
+    assert last_s == {(1, 0): 0.6, (2, 0): 0.3, (3, 0): 0.2, (6, 0): 0.1, (6, 3): 0.16}
+
+
+def test_the_exit_status_tells_whether_objectives_are_met(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "life")
+    live(tmp_path / "life")
+    assert run_replay([path, "--slo", "p95_ttft=10m", "--slo", "p99_itl=10m"]) == 0
+    assert run_replay([path, "--slo", "p95_ttft=10m", "--slo", "p50_e2e=1us"]) == 3
+    (line,) = (line.split() for line in capsys.readouterr().out.splitlines() if "p50_e2e" in line)
+    assert (line[1], line[-1]) == ("0.001", "missed")
+    assert run_replay([path, "--workers", "2", "--kill", "worker-1@5ms-9ms", "--slo", "p95_e2e=10m"]) == 0
+    shown = capsys.readouterr().out
+    assert "workers 2" in shown
+    assert "kill worker-1@0.005s-0.009s" in shown
+    assert "step times are fitted to" in shown
+    assert run_replay([path, "--workers", "2", "--kill", "worker-2@5ms"]) == 2
+    assert "--kill: worker-2@0.005s: no such worker is registered at that time, only worker-0, worker-1" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--slo", "ttft=5s", "'ttft=5s' is not pNN_NAME=TIME"),
+        ("--slo", "p95_ttft=5", "'5' is not a time such as 80ms or 1.5s"),
+        ("--slo", "p95_tpot=5s", "names are ttft, itl and e2e"),
+        ("--kill", "worker-0", "'worker-0' is not NAME@TIME"),
+        ("--kill", "worker-0@5", "'5' is not a time"),
+        ("--kill", "worker-0@5s-4s", "must come back after its death"),
+    ],
+)
+def test_invalid_changes_are_named(flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_replay(["life", flag, value])
+    assert message in capsys.readouterr().err
+
+
+def test_the_error_of_the_fitted_times_is_known() -> None:
+    steps = StepTimes()
+    for duration_us in (80, 100, 100, 120):
+        steps.add(0, 0, duration_us)
+    # The fit is their mean, 100 us, which is wrong by 0, 0, a sixth and a quarter.
+    assert steps.error_of(steps.fit.model()) == pytest.approx((1 / 6, 1 / 4, 0.0), abs=1e-3)
 
 
 def write(path: Path, records: list[pb.Record]) -> None:
