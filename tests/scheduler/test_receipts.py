@@ -22,6 +22,7 @@ from midstream.receipts.verify import Statement, check_receipt, check_request, c
 from midstream.security.payload_keys import PayloadKeys, make_payload_key
 from protos import generation_pb2 as pb
 from protos import journal_pb2, ledger_pb2, receipts_pb2, scheduler_pb2
+from scheduler.core.events import StopWordFound
 from scheduler.journal.log import LogStore
 from scheduler.journal.log_folder import LogFolder
 from scheduler.journal.records import replay
@@ -276,6 +277,27 @@ async def test_receipts_can_be_off(tmp_path: Path) -> None:
         assert await status_of(ask(scheduler, "a")) is grpc.StatusCode.NOT_FOUND
         page = await scheduler.stub.GetLedger(ledger_pb2.GetLedgerRequest())
         assert [entry.request_id for entry in page.entries] == ["a"]
+
+
+async def test_an_end_amended_while_receipts_are_off_keeps_the_receipts_of_its_page(tmp_path: Path) -> None:
+    async with run_scheduler(**settings(tmp_path)) as scheduler:
+        await scheduler.worker()
+        for name in ("a", "b"):
+            await scheduler.submit(name, [1, 2, 3], max_tokens=6, keep_s=600, detached=True)
+        before = {entry.request_id: entry.receipt for entry in await entries(scheduler, 2)}
+        keys = await keys_of(scheduler)
+    async with run_scheduler(**settings(tmp_path, receipts="off", receipt_keys="")) as scheduler:
+        await read(scheduler, "a")
+        engine = scheduler.service.engine
+        engine.handle(StopWordFound(engine.now_ns(), "a", 0, 2, "x"))
+        async with asyncio.timeout(240):
+            while {entry.completion_tokens for entry in await entries(scheduler, 2)} != {2, 6}:  # noqa: ASYNC110 (a thread writes it)
+                await asyncio.sleep(0.05)
+    async with run_scheduler(**settings(tmp_path)) as scheduler:
+        found = {entry.request_id: entry for entry in await entries(scheduler, 2)}
+        assert [found[name].completion_tokens for name in ("a", "b")] == [2, 6]
+        assert {name: entry.receipt for name, entry in found.items()} == before
+        assert [check_receipt(before[name], keys).body.request_id for name in ("a", "b")] == ["a", "b"]
 
 
 async def test_the_payload_is_stored_encrypted_for_a_time_of_its_own(tmp_path: Path) -> None:
