@@ -41,7 +41,7 @@ from midstream.cli.bench.workloads import BenchRequest, Workload
 from midstream.client import AsyncClient
 from midstream.model.folder import ModelFolder, open_model_folder
 from midstream.model.tokenizer import Tokenizer
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import kserve_pb2, kserve_pb2_grpc, openengine_pb2_grpc
 from protos import openengine_pb2 as oe
 from tests.ports import free_ports

@@ -66,7 +66,6 @@ async def serve(config: DetokenizerConfig) -> None:
         max_message_bytes=config.max_message_bytes,
         tls=tls,
         admit=admit_peers(config, lambda _: routers),
-        grpc_server=config.grpc_server,
     )
     detokenizer_pb2_grpc.add_DetokenizerServicer_to_server(servicer, server.grpc)
     http = HttpServer(config.host, config.http_port, metrics, progress.problems)

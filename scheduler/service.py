@@ -98,7 +98,6 @@ class SchedulerService:
             tls=self._tls,
             admit=_admit(config),
             is_standby=config.standby,
-            grpc_server=config.grpc_server,
         )
         self.port = self.server.port
         self.frames = FrameServer.from_config(config, self._tls)

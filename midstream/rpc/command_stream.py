@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from midstream.config import DetokenizerConfig, RouterConfig
 from midstream.rpc import frames
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from midstream.security.tls import Tls
 from protos import frames_pb2
 

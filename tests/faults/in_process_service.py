@@ -26,7 +26,7 @@ from midstream.client.stream import AsyncStream
 from midstream.config import SchedulerConfig, WorkerConfig
 from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from midstream.text.incremental import decoder_factory
 from protos import generation_pb2 as pb
 from protos import service_pb2_grpc

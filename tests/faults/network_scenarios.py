@@ -21,7 +21,7 @@ import grpc.aio
 import psycopg
 
 from midstream.model.folder import open_model_folder
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import loads_pb2, scheduler_pb2, scheduler_pb2_grpc, service_pb2_grpc
 from tests.faults.hosts import Hosts, Namespaces, Relays
 from tests.integration.named_processes import ROOT

@@ -24,7 +24,7 @@ from midstream.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from midstream.security.tls import Tls
 from protos import generation_pb2 as pb
 from protos import stats_pb2

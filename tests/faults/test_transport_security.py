@@ -16,7 +16,7 @@ import pytest
 
 from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig
 from midstream.errors import ConfigError, PermissionDeniedError
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from midstream.security.peer_names import PeerNames, admit_peers
 from midstream.security.secure_channel import SecureChannel
 from midstream.security.tls import Tls
@@ -64,13 +64,10 @@ async def test_a_server_with_tls_is_known_by_its_authority_and_name(authority: A
             assert (await refusal(channel)).code() is grpc.StatusCode.UNAVAILABLE
 
 
-@pytest.mark.parametrize("grpc_server", ["own", "grpcio"])
-async def test_mutual_tls_takes_only_clients_of_the_authority(
-    authority: Authority, stranger: Authority, grpc_server: str
-) -> None:
+async def test_mutual_tls_takes_only_clients_of_the_authority(authority: Authority, stranger: Authority) -> None:
     authenticator = Authenticator(by_certificate=True)
     tls = tls_of(authority.issue("server"), authority, require_client_cert=True)
-    async with serving(tls, authenticator, grpc_server=grpc_server) as address:
+    async with serving(tls, authenticator) as address:
         async with open_channel(address, tls=tls_of(authority.issue("carol"), authority)) as channel:
             assert await ask(channel) == "carol"
         async with open_channel(address, tls=tls_of(stranger.issue("carol"), authority)) as channel:
@@ -239,7 +236,7 @@ async def test_https_with_client_certificates_and_their_rotation(authority: Auth
         assert await asyncio.to_thread(fetch, f"{url}/v1/models", context) == (200, "dora")
 
 
-@pytest.mark.parametrize("port", ["https", "own", "grpcio"])
+@pytest.mark.parametrize("port", ["https", "grpc"])
 async def test_a_removed_authority_is_no_longer_trusted(
     tmp_path: Path, authority: Authority, stranger: Authority, port: str
 ) -> None:
@@ -263,7 +260,7 @@ async def test_a_removed_authority_is_no_longer_trusted(
                 await asyncio.to_thread(fetch, url, contexts[0])
             assert await asyncio.to_thread(fetch, url, contexts[1]) == (200, "new")
         return
-    async with serving(tls, authenticator, grpc_server=port) as address:
+    async with serving(tls, authenticator) as address:
         async with open_channel(address, tls=Tls(old.cert, old.key, authority.ca)) as channel:
             assert await ask(channel) == "old"
         replace(ca, contents(authority.ca))

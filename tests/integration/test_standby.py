@@ -18,7 +18,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from midstream.errors import ConfigError
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import loads_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scheduler.journal import DeposedError, postgres
 from scheduler.journal.postgres import LEASE_S, PostgresStore

@@ -190,7 +190,6 @@ class Cluster:
             Progress(),
             admit=admit_within(CallLimits(watchers), authenticator),
             receive=self.slots.read,
-            grpc_server="own",
         )
         metrics = Metrics()
         quotas, router_id = Quotas(metrics), f"router-{len(self.runners)}"

@@ -16,9 +16,10 @@ from grpc_health.v1 import health_pb2
 
 from midstream.client import AsyncClient
 from midstream.errors import OverloadedError
+from midstream.rpc.channel import open_channel
 from midstream.rpc.command_stream import LinkSettings
 from midstream.rpc.health import Progress
-from midstream.rpc.serving import Server, open_channel
+from midstream.rpc.serving import Server
 from protos import scheduler_pb2_grpc, stats_pb2, status_pb2
 from router.authentication import Authenticator, TokenFile
 from router.pipeline.cells import Cell, Cells

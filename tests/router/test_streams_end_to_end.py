@@ -12,7 +12,7 @@ import pytest
 from midstream import errors
 from midstream.client import FinishReason, SamplingParams
 from midstream.model.tokenizer import Tokenizer
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import generation_pb2 as pb
 from protos import service_pb2_grpc
 from tests.router.client_streams import PROMPT, OpenClient, collect

@@ -10,7 +10,7 @@ from typing import Any
 
 from midstream.config import SchedulerConfig
 from midstream.model.folder import ModelFolder
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import generation_pb2, scheduler_pb2, stats_pb2
 from protos.scheduler_pb2_grpc import SchedulerStub
 from scheduler.service import SchedulerService

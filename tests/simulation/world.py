@@ -156,8 +156,6 @@ def simulated(
             sleep=_sleep(time.sleep),
         ),
         mock.patch("secrets.randbits", network.dice.getrandbits),
-        mock.patch("gc.collect", return_value=0),
-        mock.patch("midstream.rpc.serving._next_collection", 0.0),
         mock.patch("midstream.telemetry.ProcessCollector"),
         mock.patch("grpc.aio.insecure_channel", lambda target, **_: http2_client.Channel(network, target)),
         mock.patch.multiple(midstream.rpc.http2.server, socket=loop.sockets.module),

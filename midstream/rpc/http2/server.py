@@ -88,12 +88,9 @@ class GrpcServer(grpc.aio.Server):
             self._methods[f"/{service_name}/{name}"] = handler
 
     def add_insecure_port(self, address: str) -> int:
-        """Listen on `host:port`; return the port."""
-        host, _, port = address.rpartition(":")
-        return self.add_port(host.strip("[]"), int(port))
+        raise NotImplementedError("use add_port")
 
     def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int:
-        """Raise an error: gRPC's credentials cannot be read. `add_port` takes certificates."""
         raise NotImplementedError("use add_port")
 
     def add_port(self, host: str, port: int, tls: Tls | None = None, *, is_shared: bool = False) -> int:
