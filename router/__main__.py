@@ -11,7 +11,7 @@ import sys
 from midstream.config import RouterConfig
 from midstream.errors import ConfigError
 from midstream.model.folder import open_model_folder
-from midstream.rpc.command_stream import LinkSettings
+from midstream.rpc.frame_link import LinkSettings
 from midstream.rpc.health import Progress
 from midstream.rpc.open_files import raise_open_files_limit
 from midstream.rpc.serving import Server

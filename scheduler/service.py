@@ -23,7 +23,7 @@ from midstream.security.peer_names import PeerNames, admit_peers
 from midstream.security.tls import Tls
 from midstream.telemetry import HttpServer, Metrics
 from midstream.telemetry.tracing import Tracer
-from protos import recording_pb2, scheduler_pb2, scheduler_pb2_grpc
+from protos import frames_pb2, frames_pb2_grpc, recording_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scheduler.core.config import CoreConfig
 from scheduler.core.core import SchedulerCore
 from scheduler.core.events import DrainStarted, Recovered
@@ -58,6 +58,7 @@ from scheduler.wire.requests import ModelLimits
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
+FRAMES_NAME = frames_pb2.DESCRIPTOR.services_by_name["Frames"].full_name
 
 
 class SchedulerService:
@@ -65,7 +66,7 @@ class SchedulerService:
 
     Attributes:
         engine: The running core; set by `start`.
-        frames: Accepts frame connections of detokenizers and routers; None for gRPC only.
+        frames: Accepts the connections of detokenizers and routers.
         port: gRPC port. http_port: Port of /metrics and /health.
     """
 
@@ -194,13 +195,13 @@ class SchedulerService:
             frames=self.frames,
         )
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, self.server.grpc)
+        frames_pb2_grpc.add_FramesServicer_to_server(self.frames, self.server.grpc)
         dispatching = self.dispatcher.run(
             self.engine.handle_worker_event, self.engine.take_turn, self.progress.loop("worker messages")
         )
         self._tasks.append(asyncio.create_task(dispatching, name="the loop of worker messages"))
         self.server.depend_on(self._tasks[-1])
-        if self.frames is not None:
-            await self.frames.start()
+        await self.frames.start()
         await self.server.start()
         self.progress.set_reason(waiting, stands=False)
         logger.info(
@@ -268,9 +269,10 @@ class SchedulerService:
             await self.close()
 
     async def drain(self) -> None:
-        """Reject new requests; return once all known requests have ended."""
+        """Reject new requests; return once all known requests have ended and their output has been sent."""
         self.engine.handle(DrainStarted(self.engine.now_ns()))
         await self.engine.wait_until_idle()
+        await self.frames.close()  # before the server ends the calls within which connections run
 
     async def stop(self) -> None:
         """Stop without draining."""
@@ -279,8 +281,7 @@ class SchedulerService:
 
     async def close(self) -> None:
         """Release ports and tasks."""
-        if self.frames is not None:
-            await self.frames.close()
+        await self.frames.close()
         for task in self._tasks:
             task.cancel()
             await asyncio.wait((task,))
@@ -335,15 +336,16 @@ def check(config: SchedulerConfig) -> None:
 def _admit(config: SchedulerConfig) -> Admit | None:
     """Return the admission check that restricts each method to the services allowed to call it.
 
-    Both routers and detokenizers call GetLoads, to find the active scheduler.
+    Both routers and detokenizers call GetLoads, to find the active scheduler, and Tunnel, where the token of their
+    connection says what it is for.
     """
     routers = PeerNames(config.router_names, "router_names")
     detokenizers = PeerNames(config.detokenizer_names, "detokenizer_names")
     both = PeerNames(f"{config.router_names}, {config.detokenizer_names}", "")
     others = {
-        f"/{SERVICE_NAME}/TokenFeed": detokenizers,
         f"/{SERVICE_NAME}/OpenTokenFeed": detokenizers,
         f"/{SERVICE_NAME}/GetLoads": both,
+        f"/{FRAMES_NAME}/Tunnel": both,
     }
     return admit_peers(config, lambda method: others.get(method, routers))
 

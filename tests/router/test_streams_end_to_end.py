@@ -64,7 +64,7 @@ async def test_the_scheduler_gets_a_checked_and_filled_request(
         await cluster.scheduler.until(lambda: cluster.scheduler.submits)
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
-    submitted = cluster.scheduler.submits[0].request
+    submitted = cluster.scheduler.submits[0]
     assert list(submitted.token_ids.values) == tokenizer.encode("Hello there")
     assert submitted.request_id == "a"
     assert submitted.model == "smollm2"
