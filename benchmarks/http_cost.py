@@ -131,7 +131,7 @@ def start_service(folder: Path, arguments: argparse.Namespace, router_flags: str
     fake += f" --step-ms {arguments.step_ms}"
     commands = {
         "scheduler": f"-m scheduler --port {scheduler} --worker-port {worker} --model {model.path} "
-        f"--journal-path {folder}/journal.sqlite --log-level warning",
+        f"--journal-path {folder}/journal --log-level warning",
         "worker": f"-m tests.fakes.worker --scheduler tcp://127.0.0.1:{worker} {fake}"
         if arguments.fake
         else f"-m gpu_worker --scheduler tcp://127.0.0.1:{worker} --model {model.path} --log-level warning",

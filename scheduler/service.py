@@ -45,8 +45,7 @@ from scheduler.journal.documents import DocumentStore
 from scheduler.journal.log import LogStore
 from scheduler.journal.log_folder import LogFolder
 from scheduler.journal.off import NoJournal
-from scheduler.journal.paths import beside
-from scheduler.journal.sqlite import SqliteStore, is_sqlite
+from scheduler.journal.paths import documents_of
 from scheduler.journal.sqlite_documents import SqliteDocuments
 from scheduler.journal.store import Store
 from scheduler.journal.threaded import ThreadedJournal
@@ -391,37 +390,22 @@ def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: in
 def make_journal(
     config: SchedulerConfig, model: ModelFolder, limits: ModelLimits, port: int, clock: SteadyClock
 ) -> Journal:
-    """Return the configured journal; if no path is configured, the file is named after the gRPC port. Raises
-    ConfigError if `standby` is set for a journal without a lease, or the package for PostgreSQL is missing.
+    """Return the configured journal; if no path is configured, the folder is named after the gRPC port. Raises
+    ConfigError if `standby` is set for a journal without a lease, the path is a file, or the package for PostgreSQL is
+    missing.
     """
     if config.standby and config.journal != "postgres":
         raise ConfigError("only a journal in PostgreSQL has a lease to wait for", field="standby")
     if config.journal == "off":
         return NoJournal(clock)
-    if config.journal in ("log", "sqlite"):
-        suffix = "journal" if config.journal == "log" else "sqlite"
-        path = Path(config.journal_path) if config.journal_path else midstream_home() / f"scheduler-{port}.{suffix}"
-        documents = SqliteDocuments(beside(path, ".documents"))
-        return ThreadedJournal(_file_store(config, path), limits, model.fingerprint, clock, documents)
+    if config.journal == "log":
+        path = Path(config.journal_path) if config.journal_path else midstream_home() / f"scheduler-{port}.journal"
+        if path.is_file():
+            raise ConfigError(f"{path} is a file; use the path of a folder", field="journal_path")
+        documents = SqliteDocuments(documents_of(path))
+        return ThreadedJournal(LogStore(LogFolder(path)), limits, model.fingerprint, clock, documents)
     store, postgres_documents = _postgres_stores(config)
     return ThreadedJournal(store, limits, model.fingerprint, clock, postgres_documents)
-
-
-def _file_store(config: SchedulerConfig, path: Path) -> Store:
-    """Return the store of a journal on this machine's disk.
-
-    A log takes over the contents of a SQLite journal at its path or next to it, with the suffix `.sqlite`.
-    """
-    if config.journal == "sqlite":
-        if path.is_dir():
-            raise ConfigError(f"{path} is a folder; use --journal log, or the path of a file", field="journal_path")
-        return SqliteStore(path)
-    predecessor = beside(path, ".sqlite")
-    if path.is_file():
-        if not is_sqlite(path):
-            raise ConfigError(f"{path} is not a journal; use the path of a folder", field="journal_path")
-        predecessor, path = path, path.with_name(path.name + ".log")
-    return LogStore(LogFolder(path), SqliteStore(predecessor))
 
 
 def _postgres_stores(config: SchedulerConfig) -> tuple[Store, DocumentStore]:

@@ -108,12 +108,11 @@ class SchedulerConfig(GrpcServiceConfig):
         "clients together.",
     )
     journal: str = setting(
-        "log", "Kind of journal, which stores requests and tokens.", choices=("off", "log", "sqlite", "postgres")
+        "log", "Kind of journal, which stores requests and tokens.", choices=("off", "log", "postgres")
     )
     journal_path: str = setting(
         "",
-        "Path of the journal: a folder for a log, a file for SQLite. Empty: scheduler-PORT.journal or "
-        "scheduler-PORT.sqlite in $MIDSTREAM_HOME (~/.cache/midstream).",
+        "Folder of the log. Empty: scheduler-PORT.journal in $MIDSTREAM_HOME (~/.cache/midstream).",
     )
     journal_url: str = setting("", "libpq connection string of the PostgreSQL journal; empty: the PG* variables.")
     standby: bool = setting(False, "Start as standby: wait for the journal's lease, then take over.")

@@ -21,8 +21,8 @@ from midstream.errors import ConfigError
 from midstream.rpc.channel import open_channel
 from protos import loads_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scheduler.journal import DeposedError, postgres
-from scheduler.journal.postgres import LEASE_S, PostgresStore
-from scheduler.journal.store import SCHEMA_VERSION, Transaction, seal
+from scheduler.journal.postgres import LEASE_S, SCHEMA_VERSION, PostgresStore
+from scheduler.journal.store import Transaction, seal
 from tests.integration.parts import START_TIMEOUT_S, Parts, running
 from tests.integration.postgres import has_pooler, pooler, postgres_server
 from tests.integration.service import collect, eventually, tokens

@@ -51,7 +51,7 @@ def forgotten(scheduler: RunningScheduler, request_id: str) -> bool:
 
 
 def settings(tmp_path: Path, **fields: Any) -> dict[str, Any]:
-    return {"journal": "sqlite", "journal_path": str(tmp_path / "journal.sqlite"), "finished_ttl_s": 0.05, **fields}
+    return {"journal": "log", "journal_path": str(tmp_path / "journal"), "finished_ttl_s": 0.05, **fields}
 
 
 async def test_a_kept_request_is_read_again_after_it_was_forgotten_and_after_a_restart(tmp_path: Path) -> None:
