@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 # Time for which streams wait for an unreachable scheduler before they fail.
 _LOST_GRACE_S = 2.0
-# See FeedHello.
-_FEATURES = ("prompt_alone",)
 _PartT = TypeVar("_PartT", pb.FeedOpened, pb.FeedKindChange, pb.FeedOutputs, pb.FeedSequenceEnd, pb.FeedEnded)
 
 
@@ -97,7 +95,6 @@ class SchedulerFeed(FrameLink[pb.FeedCommand, pb.FeedBatch]):
     def _hello(self) -> pb.FeedCommand:
         hello = pb.FeedHello(
             detokenizer_id=self._detokenizer_id,
-            features=_FEATURES,
             tokenizer_fingerprint=self._tokenizer_fingerprint,
         )
         return pb.FeedCommand(hello=hello)

@@ -33,9 +33,8 @@ class FeedSession:
             if kind != "hello":
                 raise InvalidArgumentError("the first command of a feed must be hello", field="command")
             hello = command.hello
-            features, tokenizer = frozenset(hello.features), hello.tokenizer_fingerprint
             self._feed = self._engine.hub.connect(
-                hello.detokenizer_id, self._pump.wake, features, tokenizer, flush=self._pump.run
+                hello.detokenizer_id, self._pump.wake, hello.tokenizer_fingerprint, flush=self._pump.run
             )
         elif kind == "attach":
             self._attach(command.attach, feed)

@@ -51,10 +51,10 @@ class FeedReader:
         self._connection: FrameConnection | None = None
 
     @classmethod
-    async def open(cls, stub: Any, name: str = "d", **hello: Any) -> Self:
+    async def open(cls, stub: Any, name: str = "d") -> Self:
         """Open the feed of a scheduler, and say hello."""
         reader = await cls.connect(stub)
-        reader.send(hello=scheduler_pb2.FeedHello(detokenizer_id=name, **hello))
+        reader.send(hello=scheduler_pb2.FeedHello(detokenizer_id=name))
         return reader
 
     @classmethod

@@ -9,7 +9,6 @@ import dataclasses
 import gc
 import os
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 import zmq
 
 from midstream.config import SchedulerConfig
-from midstream.errors import ConfigError, ExecutionError, UnavailableError, from_proto
+from midstream.errors import ConfigError, ExecutionError
 from protos import generation_pb2, loads_pb2, scheduler_pb2, worker_pb2
 from scheduler.core.events import StepDone
 from scheduler.core.request import Request
@@ -38,8 +37,8 @@ class Feed:
         self.ended: dict[int, scheduler_pb2.FeedEnded] = {}
 
     @classmethod
-    async def open(cls, stub: Any, name: str = "detokenizer", features: Sequence[str] = ()) -> Feed:
-        return cls(await FeedReader.open(stub, name, features=features))
+    async def open(cls, stub: Any, name: str = "detokenizer") -> Feed:
+        return cls(await FeedReader.open(stub, name))
 
     async def read(self) -> None:
         batch = await self.reader.read()
@@ -364,21 +363,6 @@ async def test_a_feed_begins_with_hello() -> None:
         reader = await FeedReader.connect(scheduler.stub)
         reader.attach(1, "a")
         await asyncio.wait_for(reader.lost.wait(), WAIT_S)
-
-
-async def test_an_older_detokenizer_gets_no_request_that_it_cannot_serve_fully() -> None:
-    output = generation_pb2.OutputConfig(prompt_log_probs=0)
-    async with run_scheduler() as scheduler:
-        await scheduler.submit("a", [1, 2], 0, output=output)
-        old, new = await Feed.open(scheduler.stub, "old"), await Feed.open(scheduler.stub, "new", ["prompt_alone"])
-        for feed in (old, new):
-            feed.reader.attach(1, "a")
-            await feed.read()
-        # With this error, the router treats the detokenizer as unavailable and attaches to another one.
-        error = from_proto(old.opened[1].error)
-        assert isinstance(error, UnavailableError)
-        assert "max_tokens 0" in error.message
-        assert new.opened[1].num_prompt_tokens == 2
 
 
 async def test_a_slow_reader_costs_a_cursor_and_delays_no_other() -> None:
