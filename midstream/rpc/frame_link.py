@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ _RECONNECT_S = 0.1
 _ASK_S = 1.0
 # After this number of consecutive failed attempts to connect, a firewall or a service mesh seems to block the port.
 _MAX_FAILURES = 3
+# For this long it is not tried again, because an attempt may take seconds, for which streams would stand still.
+_BLOCKED_S = 60.0
 
 CommandT = TypeVar("CommandT", bound=Message)
 BatchT = TypeVar("BatchT", bound=Message)
@@ -83,6 +86,7 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
         self._connection: frames.FrameConnection | None = None
         self._lost: asyncio.Future[Exception | None] | None = None
         self._num_failures = 0
+        self._blocked_until = -math.inf
 
     @abstractmethod
     def _ask_for_frames(self, channel: grpc.aio.Channel) -> Awaitable[frames_pb2.FramesOffer]:
@@ -131,29 +135,32 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
                 await asyncio.sleep(_RECONNECT_S)
 
     async def _connect(self, channel: grpc.aio.Channel) -> frames.FrameConnection:
-        """Open a frame connection; after several failures in a row, open it within a gRPC call."""
-        offer = await self._ask_for_frames(channel)
+        """Open a frame connection; while its port seems to be blocked, within a gRPC call."""
+        offer, loop = await self._ask_for_frames(channel), asyncio.get_running_loop()
         limits: dict[str, float] = {"keepalive_s": _ASK_S, "timeout_s": self._silence_s} if self._silence_s else {}
         max_message_bytes, tls = self._settings.max_message_bytes, self._settings.tls
-        self._lost = asyncio.get_running_loop().create_future()
-        try:
-            connection = await frames.connect(
-                offer,
-                self.target,
-                self,
-                max_message_bytes=max_message_bytes,
-                tls=tls,
-                server_name=self._server_name,
-                **limits,
-            )
-        except OSError as error:
-            self._num_failures += 1
-            if self._num_failures < _MAX_FAILURES:
-                raise
-            logger.warning("no frame connection to %s %s; using its gRPC port: %s", self._kind, self.target, error)
-            return await frames.connect_within(channel, offer, self, max_message_bytes=max_message_bytes, **limits)
-        self._num_failures = 0
-        return connection
+        self._lost = loop.create_future()
+        if loop.time() >= self._blocked_until:
+            try:
+                connection = await frames.connect(
+                    offer,
+                    self.target,
+                    self,
+                    max_message_bytes=max_message_bytes,
+                    tls=tls,
+                    server_name=self._server_name,
+                    **limits,
+                )
+            except OSError as error:
+                self._num_failures += 1
+                if self._num_failures < _MAX_FAILURES:
+                    raise
+                self._blocked_until = loop.time() + _BLOCKED_S
+                logger.warning("no frame connection to %s %s; using its gRPC port: %s", self._kind, self.target, error)
+            else:
+                self._num_failures = 0
+                return connection
+        return await frames.connect_within(channel, offer, self, max_message_bytes=max_message_bytes, **limits)
 
     async def _run_frames(self, connection: frames.FrameConnection) -> None:
         assert self._lost is not None
