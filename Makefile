@@ -59,7 +59,7 @@ format: $(VENV)/.ready
 protos: $(PROTO_BIN)/protoc-gen-mypy_grpc
 	@PATH=$(CURDIR)/$(PROTO_BIN):$$PATH $(PROTO_BIN)/python -W ignore -m grpc_tools.protoc -I. --python_out=$(PROTO_OUT) --mypy_out=quiet:$(PROTO_OUT) protos/*.proto
 	@PATH=$(CURDIR)/$(PROTO_BIN):$$PATH $(PROTO_BIN)/python -W ignore -m grpc_tools.protoc -I. --grpc_python_out=$(PROTO_OUT) --mypy_grpc_out=quiet:$(PROTO_OUT) \
-		protos/service.proto protos/scheduler.proto protos/detokenizer.proto protos/kserve.proto protos/openengine.proto
+		protos/service.proto protos/scheduler.proto protos/detokenizer.proto protos/frames.proto protos/kserve.proto protos/openengine.proto
 
 # Builds a site from docs/ in build/site, with mkdocs-material in a separate environment. tests/test_docs.py checks the
 # links.

@@ -176,7 +176,7 @@ class Checkout:
         scheduler, zmq, detokenizer, grpc, http = free_ports(5)
         vocab_size, fingerprint = self._of_model("vocab_size"), self._of_model("fingerprint")
         streams = max(row.num_rows, 8)
-        journal = folder / f"{self.name}.sqlite"
+        journal = folder / f"{self.name}.journal"
         commands = {
             "scheduler": f"scheduler --port {scheduler} --worker-port {zmq} --max-batch-size {streams} "
             f"--journal-path {journal}",

@@ -41,7 +41,7 @@ from midstream.cli.bench.workloads import BenchRequest, Workload
 from midstream.client import AsyncClient
 from midstream.model.folder import ModelFolder, open_model_folder
 from midstream.model.tokenizer import Tokenizer
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import kserve_pb2, kserve_pb2_grpc, openengine_pb2_grpc
 from protos import openengine_pb2 as oe
 from tests.ports import free_ports
@@ -131,7 +131,7 @@ def start_service(folder: Path, arguments: argparse.Namespace, router_flags: str
     fake += f" --step-ms {arguments.step_ms}"
     commands = {
         "scheduler": f"-m scheduler --port {scheduler} --worker-port {worker} --model {model.path} "
-        f"--journal-path {folder}/journal.sqlite --log-level warning",
+        f"--journal-path {folder}/journal --log-level warning",
         "worker": f"-m tests.fakes.worker --scheduler tcp://127.0.0.1:{worker} {fake}"
         if arguments.fake
         else f"-m gpu_worker --scheduler tcp://127.0.0.1:{worker} --model {model.path} --log-level warning",

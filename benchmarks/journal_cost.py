@@ -1,6 +1,6 @@
 """Measure the cost of the journal: `python -m benchmarks.journal_cost [--step-ms 20] [--rounds 5]`.
 
-Streams many requests through the service with a fake worker, without a journal and with each kind of journal in turn.
+Streams many requests through the service with a fake worker, without a journal and with the log in turn.
 Prints the ratio of the throughput with a journal to the throughput without (median and range over the rounds), and the
 CPU time that the journal adds per token, which depends less on other work on the machine.
 """
@@ -29,14 +29,11 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=5, help="Runs of each kind. [5]")
     parser.add_argument("--folder", type=Path, default=None, help="Folder for the journal. [temporary]")
-    parser.add_argument(
-        "--kinds", default="log,sqlite", help="Kinds of journal to compare with no journal. [log,sqlite]"
-    )
     arguments = parser.parse_args()
     arguments.routers = arguments.detokenizers = 1
     arguments.profile = ""
     console = Console()
-    kinds = ["off", *arguments.kinds.split(",")]
+    kinds = ["off", "log"]
     rounds = []
     for number in range(arguments.rounds):
         # Alternate the order, because processor temperature and clock rate drift.

@@ -14,7 +14,7 @@ from detokenizer.streams import record_stream
 from midstream.config import DetokenizerConfig
 from midstream.model.folder import open_model_folder
 from midstream.model.tokenizer import Tokenizer
-from midstream.rpc.command_stream import LinkSettings
+from midstream.rpc.frame_link import LinkSettings
 from midstream.rpc.frames import FrameServer
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
@@ -24,7 +24,7 @@ from midstream.service import run_service
 from midstream.telemetry import HttpServer, Metrics
 from midstream.telemetry.tracing import Tracer
 from midstream.text.incremental import decoder_factory
-from protos import detokenizer_pb2_grpc
+from protos import detokenizer_pb2_grpc, frames_pb2_grpc
 
 SERVICE = "midstream.v1.Detokenizer"
 
@@ -66,21 +66,24 @@ async def serve(config: DetokenizerConfig) -> None:
         max_message_bytes=config.max_message_bytes,
         tls=tls,
         admit=admit_peers(config, lambda _: routers),
-        grpc_server=config.grpc_server,
     )
     detokenizer_pb2_grpc.add_DetokenizerServicer_to_server(servicer, server.grpc)
+    frames_pb2_grpc.add_FramesServicer_to_server(frames, server.grpc)
     http = HttpServer(config.host, config.http_port, metrics, progress.problems)
     feeding = asyncio.create_task(pool.run(), name="the loop of token feeds")
     server.depend_on(feeding)
-    if frames is not None:
-        await frames.start()
+    await frames.start()
     await server.start()
     http.start()
+
+    async def drain() -> None:
+        await servicer.drain()
+        await frames.close()  # before the server ends the calls within which connections run
+
     try:
-        await server.run_until_signal(drain=servicer.drain, drain_timeout_s=config.drain_timeout_s)
+        await server.run_until_signal(drain=drain, drain_timeout_s=config.drain_timeout_s)
     finally:
-        if frames is not None:
-            await frames.close()
+        await frames.close()
         feeding.cancel()
         await asyncio.wait((feeding,))
         http.stop()

@@ -25,8 +25,8 @@ from detokenizer.streams import OutputStream
 from midstream.chunk import perf_metrics_from_proto, usage_from_proto
 from midstream.errors import ExecutionError, NotFoundError, UnavailableError, from_proto
 from midstream.extras import extras_from_proto
-from midstream.rpc.command_stream import CommandStream, LinkSettings
 from midstream.rpc.discovery import Discovery
+from midstream.rpc.frame_link import FrameLink, LinkSettings
 from midstream.rpc.frames import Pump
 from midstream.rpc.scheduler_epoch import scheduler_epoch
 from protos import scheduler_pb2 as pb
@@ -37,13 +37,10 @@ logger = logging.getLogger(__name__)
 
 # Time for which streams wait for an unreachable scheduler before they fail.
 _LOST_GRACE_S = 2.0
-# See FeedHello.
-_FEATURES = ("prompt_alone",)
-_Call = grpc.aio.StreamStreamCall[pb.FeedCommand, pb.FeedBatch]
 _PartT = TypeVar("_PartT", pb.FeedOpened, pb.FeedKindChange, pb.FeedOutputs, pb.FeedSequenceEnd, pb.FeedEnded)
 
 
-class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
+class SchedulerFeed(FrameLink[pb.FeedCommand, pb.FeedBatch]):
     """The feed of one scheduler."""
 
     batch_class = pb.FeedBatch
@@ -91,10 +88,6 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
         )
         self._send(pb.FeedCommand(stop=stop))
 
-    def _call(self, channel: grpc.aio.Channel) -> _Call:
-        stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(channel)  # type: ignore[assignment]
-        return stub.TokenFeed(wait_for_ready=True)
-
     def _ask_for_frames(self, channel: grpc.aio.Channel) -> Awaitable[FramesOffer]:
         stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(channel)  # type: ignore[assignment]
         return stub.OpenTokenFeed(OpenFramesRequest(), wait_for_ready=True)
@@ -102,7 +95,6 @@ class SchedulerFeed(CommandStream[pb.FeedCommand, pb.FeedBatch]):
     def _hello(self) -> pb.FeedCommand:
         hello = pb.FeedHello(
             detokenizer_id=self._detokenizer_id,
-            features=_FEATURES,
             tokenizer_fingerprint=self._tokenizer_fingerprint,
         )
         return pb.FeedCommand(hello=hello)

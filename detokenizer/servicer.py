@@ -1,14 +1,10 @@
-"""The detokenizer's service: one stream per router, over gRPC or frames, which carries the text of all its requests."""
+"""The detokenizer's service: one frame connection per router, which carries the text of all its requests."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
-from typing import Any
-
-from grpc.aio import ServicerContext
 
 from detokenizer.feed import FeedPool
 from detokenizer.streams import OutputStream, RouterConnection
@@ -23,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 class _FramesHandler:
-    """A router's connection over frames."""
+    """A router's connection."""
 
     def __init__(self, servicer: DetokenizerServicer, connection: FrameConnection) -> None:
         self._servicer = servicer
         self._pump = Pump(connection, self._collect, servicer.check_drained)
-        self._router = servicer.connect_frames(self._pump)
+        self._router = servicer.connect(self._pump)
         self.resume = self._pump.run
         self._router.begin()
 
@@ -51,13 +47,11 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
         pool: FeedPool,
         decoders: DecoderFactory,
         max_pending_bytes: int,
-        frames: FrameServer | None = None,
+        frames: FrameServer,
         *,
         tokenizer_fingerprint: str = "",
     ) -> None:
-        """`frames` accepts frame connections; if it is None, routers connect over gRPC. Each router is told
-        `tokenizer_fingerprint`.
-        """
+        """`frames` accepts the routers' connections. Each router is told `tokenizer_fingerprint`."""
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._frames = frames
         self._pool = pool
@@ -79,14 +73,13 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
         self.check_drained()
         await self._drained.wait()
 
-    def connect(self, wake: Callable[[], None]) -> RouterConnection:
-        connection = RouterConnection(wake, self._pool.detach, self._tokenizer_fingerprint)
+    def connect(self, pump: Pump) -> RouterConnection:
+        """Add a router whose output `pump` writes."""
+        connection = RouterConnection(
+            lambda: self._pool.wake_router(pump), self._pool.detach, self._tokenizer_fingerprint
+        )
         self._connections[connection] = None
         return connection
-
-    def connect_frames(self, pump: Pump) -> RouterConnection:
-        """Add a router whose output `pump` writes."""
-        return self.connect(lambda: self._pool.wake_router(pump))
 
     def disconnect(self, connection: RouterConnection) -> None:
         if self._connections.pop(connection, self) is None:
@@ -95,39 +88,7 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
             self.check_drained()
 
     async def OpenStream(self, request: OpenFramesRequest, context: object) -> FramesOffer:
-        """Offer a frame connection as a replacement for Stream; the offer is empty if frames are disabled."""
-        if self._frames is None:
-            return FramesOffer()
         return self._frames.offer(lambda connection: _FramesHandler(self, connection))
-
-    async def Stream(  # type: ignore[override]  # it writes to the context
-        self, request_iterator: object, context: ServicerContext[Any, Any]
-    ) -> None:
-        """Serve one router until it disconnects."""
-        ready = asyncio.Event()
-        connection = self.connect(ready.set)
-        # The headers tell the router that the stream is open before there is output.
-        await context.send_initial_metadata(())
-        connection.begin()
-        try:
-            async with asyncio.TaskGroup() as group:
-                writer = group.create_task(self._write(connection, ready, context))
-                while isinstance(command := await context.read(), pb.StreamCommand):
-                    self.obey(command, connection)
-                writer.cancel()
-        finally:
-            self.disconnect(connection)
-
-    async def _write(
-        self, connection: RouterConnection, ready: asyncio.Event, context: ServicerContext[Any, Any]
-    ) -> None:
-        while True:
-            await ready.wait()
-            ready.clear()
-            batch = connection.collect()
-            if batch is not None:
-                await context.write(batch)
-            self.check_drained()
 
     def obey(self, command: pb.StreamCommand, connection: RouterConnection) -> None:
         """Handle a router's command."""

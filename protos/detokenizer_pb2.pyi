@@ -37,8 +37,8 @@ global___StreamCommand = StreamCommand
 
 @typing.final
 class StreamAttach(google.protobuf.message.Message):
-    """Streams a submitted request's output from an offset. `stream` is a number chosen by the router, unique on this call
-    and never reused.
+    """Streams a submitted request's output from an offset. `stream` is a number chosen by the router, unique on this
+    connection and never reused.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

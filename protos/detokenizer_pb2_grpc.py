@@ -3,7 +3,6 @@
 import grpc
 import warnings
 
-from protos import detokenizer_pb2 as protos_dot_detokenizer__pb2
 from protos import frames_pb2 as protos_dot_frames__pb2
 
 GRPC_GENERATED_VERSION = '1.71.2'
@@ -35,11 +34,6 @@ class DetokenizerStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Stream = channel.stream_stream(
-                '/midstream.v1.Detokenizer/Stream',
-                request_serializer=protos_dot_detokenizer__pb2.StreamCommand.SerializeToString,
-                response_deserializer=protos_dot_detokenizer__pb2.StreamBatch.FromString,
-                _registered_method=True)
         self.OpenStream = channel.unary_unary(
                 '/midstream.v1.Detokenizer/OpenStream',
                 request_serializer=protos_dot_frames__pb2.OpenFramesRequest.SerializeToString,
@@ -50,15 +44,9 @@ class DetokenizerStub(object):
 class DetokenizerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def Stream(self, request_iterator, context):
-        """One stream per router: the router attaches and detaches requests and receives their text in batches.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def OpenStream(self, request, context):
-        """Offers the same stream over frames, with commands and batches as in Stream.
+        """Offers a connection over frames, one per router: the router sends StreamCommand messages, which attach and detach
+        requests, and receives their text as StreamBatch messages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -67,11 +55,6 @@ class DetokenizerServicer(object):
 
 def add_DetokenizerServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Stream': grpc.stream_stream_rpc_method_handler(
-                    servicer.Stream,
-                    request_deserializer=protos_dot_detokenizer__pb2.StreamCommand.FromString,
-                    response_serializer=protos_dot_detokenizer__pb2.StreamBatch.SerializeToString,
-            ),
             'OpenStream': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenStream,
                     request_deserializer=protos_dot_frames__pb2.OpenFramesRequest.FromString,
@@ -87,33 +70,6 @@ def add_DetokenizerServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Detokenizer(object):
     """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Stream(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/midstream.v1.Detokenizer/Stream',
-            protos_dot_detokenizer__pb2.StreamCommand.SerializeToString,
-            protos_dot_detokenizer__pb2.StreamBatch.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def OpenStream(request,

@@ -7,7 +7,6 @@ import abc
 import collections.abc
 import grpc
 import grpc.aio
-import protos.detokenizer_pb2
 import protos.frames_pb2
 import typing
 
@@ -20,46 +19,32 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 
 class DetokenizerStub:
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
-    Stream: grpc.StreamStreamMultiCallable[
-        protos.detokenizer_pb2.StreamCommand,
-        protos.detokenizer_pb2.StreamBatch,
-    ]
-    """One stream per router: the router attaches and detaches requests and receives their text in batches."""
-
     OpenStream: grpc.UnaryUnaryMultiCallable[
         protos.frames_pb2.OpenFramesRequest,
         protos.frames_pb2.FramesOffer,
     ]
-    """Offers the same stream over frames, with commands and batches as in Stream."""
+    """Offers a connection over frames, one per router: the router sends StreamCommand messages, which attach and detach
+    requests, and receives their text as StreamBatch messages.
+    """
 
 class DetokenizerAsyncStub:
-    Stream: grpc.aio.StreamStreamMultiCallable[
-        protos.detokenizer_pb2.StreamCommand,
-        protos.detokenizer_pb2.StreamBatch,
-    ]
-    """One stream per router: the router attaches and detaches requests and receives their text in batches."""
-
     OpenStream: grpc.aio.UnaryUnaryMultiCallable[
         protos.frames_pb2.OpenFramesRequest,
         protos.frames_pb2.FramesOffer,
     ]
-    """Offers the same stream over frames, with commands and batches as in Stream."""
+    """Offers a connection over frames, one per router: the router sends StreamCommand messages, which attach and detach
+    requests, and receives their text as StreamBatch messages.
+    """
 
 class DetokenizerServicer(metaclass=abc.ABCMeta):
-    @abc.abstractmethod
-    def Stream(
-        self,
-        request_iterator: _MaybeAsyncIterator[protos.detokenizer_pb2.StreamCommand],
-        context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[protos.detokenizer_pb2.StreamBatch], collections.abc.AsyncIterator[protos.detokenizer_pb2.StreamBatch]]:
-        """One stream per router: the router attaches and detaches requests and receives their text in batches."""
-
     @abc.abstractmethod
     def OpenStream(
         self,
         request: protos.frames_pb2.OpenFramesRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.frames_pb2.FramesOffer, collections.abc.Awaitable[protos.frames_pb2.FramesOffer]]:
-        """Offers the same stream over frames, with commands and batches as in Stream."""
+        """Offers a connection over frames, one per router: the router sends StreamCommand messages, which attach and detach
+        requests, and receives their text as StreamBatch messages.
+        """
 
 def add_DetokenizerServicer_to_server(servicer: DetokenizerServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

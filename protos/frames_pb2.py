@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/frames.proto\x12\x0cmidstream.v1\"\x13\n\x11OpenFramesRequest\"=\n\x0b\x46ramesOffer\x12\x0c\n\x04port\x18\x01 \x01(\r\x12\x11\n\tunix_name\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/frames.proto\x12\x0cmidstream.v1\"\x13\n\x11OpenFramesRequest\"=\n\x0b\x46ramesOffer\x12\x0c\n\x04port\x18\x01 \x01(\r\x12\x11\n\tunix_name\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x0c\"\x1b\n\x0b\x46ramesPiece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32L\n\x06\x46rames\x12\x42\n\x06Tunnel\x12\x19.midstream.v1.FramesPiece\x1a\x19.midstream.v1.FramesPiece(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,4 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENFRAMESREQUEST']._serialized_end=56
   _globals['_FRAMESOFFER']._serialized_start=58
   _globals['_FRAMESOFFER']._serialized_end=119
+  _globals['_FRAMESPIECE']._serialized_start=121
+  _globals['_FRAMESPIECE']._serialized_end=148
+  _globals['_FRAMES']._serialized_start=150
+  _globals['_FRAMES']._serialized_end=226
 # @@protoc_insertion_point(module_scope)

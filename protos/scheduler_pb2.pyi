@@ -252,25 +252,17 @@ class FeedHello(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DETOKENIZER_ID_FIELD_NUMBER: builtins.int
-    FEATURES_FIELD_NUMBER: builtins.int
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: builtins.int
     detokenizer_id: builtins.str
     tokenizer_fingerprint: builtins.str
     """Identifies the detokenizer's tokenizer, as in GenerateRequest. Requests of another tokenizer are refused."""
-    @property
-    def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Features of this detokenizer beyond the first version of this protocol. `prompt_alone`: it can return outputs for
-        the prompt of a request without output tokens (max_tokens 0). Other requests need no feature.
-        """
-
     def __init__(
         self,
         *,
         detokenizer_id: builtins.str = ...,
-        features: collections.abc.Iterable[builtins.str] | None = ...,
         tokenizer_fingerprint: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["detokenizer_id", b"detokenizer_id", "features", b"features", "tokenizer_fingerprint", b"tokenizer_fingerprint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["detokenizer_id", b"detokenizer_id", "tokenizer_fingerprint", b"tokenizer_fingerprint"]) -> None: ...
 
 global___FeedHello = FeedHello
 

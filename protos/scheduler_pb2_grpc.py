@@ -106,11 +106,6 @@ class SchedulerStub(object):
                 request_serializer=protos_dot_documents__pb2.ListDocumentsRequest.SerializeToString,
                 response_deserializer=protos_dot_documents__pb2.ListDocumentsResponse.FromString,
                 _registered_method=True)
-        self.TokenFeed = channel.stream_stream(
-                '/midstream.v1.Scheduler/TokenFeed',
-                request_serializer=protos_dot_scheduler__pb2.FeedCommand.SerializeToString,
-                response_deserializer=protos_dot_scheduler__pb2.FeedBatch.FromString,
-                _registered_method=True)
         self.OpenTokenFeed = channel.unary_unary(
                 '/midstream.v1.Scheduler/OpenTokenFeed',
                 request_serializer=protos_dot_frames__pb2.OpenFramesRequest.SerializeToString,
@@ -261,15 +256,9 @@ class SchedulerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def TokenFeed(self, request_iterator, context):
-        """One stream per detokenizer, which sends commands and receives tokens.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def OpenTokenFeed(self, request, context):
-        """Offers the same stream over frames, with commands and batches as in TokenFeed.
+        """Offers a connection over frames, one per detokenizer, which sends FeedCommand messages and receives tokens as
+        FeedBatch messages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -402,11 +391,6 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.ListDocuments,
                     request_deserializer=protos_dot_documents__pb2.ListDocumentsRequest.FromString,
                     response_serializer=protos_dot_documents__pb2.ListDocumentsResponse.SerializeToString,
-            ),
-            'TokenFeed': grpc.stream_stream_rpc_method_handler(
-                    servicer.TokenFeed,
-                    request_deserializer=protos_dot_scheduler__pb2.FeedCommand.FromString,
-                    response_serializer=protos_dot_scheduler__pb2.FeedBatch.SerializeToString,
             ),
             'OpenTokenFeed': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenTokenFeed,
@@ -815,33 +799,6 @@ class Scheduler(object):
             '/midstream.v1.Scheduler/ListDocuments',
             protos_dot_documents__pb2.ListDocumentsRequest.SerializeToString,
             protos_dot_documents__pb2.ListDocumentsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def TokenFeed(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/midstream.v1.Scheduler/TokenFeed',
-            protos_dot_scheduler__pb2.FeedCommand.SerializeToString,
-            protos_dot_scheduler__pb2.FeedBatch.FromString,
             options,
             channel_credentials,
             insecure,

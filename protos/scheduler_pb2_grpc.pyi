@@ -106,17 +106,13 @@ class SchedulerStub:
         protos.documents_pb2.ListDocumentsResponse,
     ]
 
-    TokenFeed: grpc.StreamStreamMultiCallable[
-        protos.scheduler_pb2.FeedCommand,
-        protos.scheduler_pb2.FeedBatch,
-    ]
-    """One stream per detokenizer, which sends commands and receives tokens."""
-
     OpenTokenFeed: grpc.UnaryUnaryMultiCallable[
         protos.frames_pb2.OpenFramesRequest,
         protos.frames_pb2.FramesOffer,
     ]
-    """Offers the same stream over frames, with commands and batches as in TokenFeed."""
+    """Offers a connection over frames, one per detokenizer, which sends FeedCommand messages and receives tokens as
+    FeedBatch messages.
+    """
 
     GetModelInfo: grpc.UnaryUnaryMultiCallable[
         protos.loads_pb2.GetModelInfoRequest,
@@ -249,17 +245,13 @@ class SchedulerAsyncStub:
         protos.documents_pb2.ListDocumentsResponse,
     ]
 
-    TokenFeed: grpc.aio.StreamStreamMultiCallable[
-        protos.scheduler_pb2.FeedCommand,
-        protos.scheduler_pb2.FeedBatch,
-    ]
-    """One stream per detokenizer, which sends commands and receives tokens."""
-
     OpenTokenFeed: grpc.aio.UnaryUnaryMultiCallable[
         protos.frames_pb2.OpenFramesRequest,
         protos.frames_pb2.FramesOffer,
     ]
-    """Offers the same stream over frames, with commands and batches as in TokenFeed."""
+    """Offers a connection over frames, one per detokenizer, which sends FeedCommand messages and receives tokens as
+    FeedBatch messages.
+    """
 
     GetModelInfo: grpc.aio.UnaryUnaryMultiCallable[
         protos.loads_pb2.GetModelInfoRequest,
@@ -419,20 +411,14 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[protos.documents_pb2.ListDocumentsResponse, collections.abc.Awaitable[protos.documents_pb2.ListDocumentsResponse]]: ...
 
     @abc.abstractmethod
-    def TokenFeed(
-        self,
-        request_iterator: _MaybeAsyncIterator[protos.scheduler_pb2.FeedCommand],
-        context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[protos.scheduler_pb2.FeedBatch], collections.abc.AsyncIterator[protos.scheduler_pb2.FeedBatch]]:
-        """One stream per detokenizer, which sends commands and receives tokens."""
-
-    @abc.abstractmethod
     def OpenTokenFeed(
         self,
         request: protos.frames_pb2.OpenFramesRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.frames_pb2.FramesOffer, collections.abc.Awaitable[protos.frames_pb2.FramesOffer]]:
-        """Offers the same stream over frames, with commands and batches as in TokenFeed."""
+        """Offers a connection over frames, one per detokenizer, which sends FeedCommand messages and receives tokens as
+        FeedBatch messages.
+        """
 
     @abc.abstractmethod
     def GetModelInfo(

@@ -11,11 +11,10 @@ import sys
 from midstream.config import RouterConfig
 from midstream.errors import ConfigError
 from midstream.model.folder import open_model_folder
-from midstream.rpc.command_stream import LinkSettings
-from midstream.rpc.connection_guard import ConnectionGuard
+from midstream.rpc.frame_link import LinkSettings
 from midstream.rpc.health import Progress
 from midstream.rpc.open_files import raise_open_files_limit
-from midstream.rpc.serving import Server, max_connections
+from midstream.rpc.serving import Server
 from midstream.security.host_header import AllowedHosts
 from midstream.security.tls import Tls
 from midstream.service import run_service
@@ -117,7 +116,6 @@ async def serve(config: RouterConfig) -> None:
         receive=MessageSlots().read,
         turn_of=turns.of_method,
         more_services=ADAPTED_SERVICES,
-        grpc_server=config.grpc_server,
         shared_port=config.shared_port,
     )
     router_id = config.name or f"{socket.gethostname()}-{os.getpid()}"
@@ -181,8 +179,6 @@ async def serve(config: RouterConfig) -> None:
     )
     parts = {"schedulers": cells.run(), "detokenizers": pool.run(), "status": status.run()}
     parts["batches"] = batches.runner.run()
-    if not server.limits_addresses:
-        parts["connections"] = ConnectionGuard(server.port, max_connections()).run()
     parts["health"] = watch_reach(cells, pool, progress)
     parts["leaving"] = leave(server.leaving, http)
     if config.throughput_log_s > 0:

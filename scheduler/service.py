@@ -23,7 +23,7 @@ from midstream.security.peer_names import PeerNames, admit_peers
 from midstream.security.tls import Tls
 from midstream.telemetry import HttpServer, Metrics
 from midstream.telemetry.tracing import Tracer
-from protos import recording_pb2, scheduler_pb2, scheduler_pb2_grpc
+from protos import frames_pb2, frames_pb2_grpc, recording_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scheduler.core.config import CoreConfig
 from scheduler.core.core import SchedulerCore
 from scheduler.core.events import DrainStarted, Recovered
@@ -45,8 +45,7 @@ from scheduler.journal.documents import DocumentStore
 from scheduler.journal.log import LogStore
 from scheduler.journal.log_folder import LogFolder
 from scheduler.journal.off import NoJournal
-from scheduler.journal.paths import beside
-from scheduler.journal.sqlite import SqliteStore, is_sqlite
+from scheduler.journal.paths import documents_of
 from scheduler.journal.sqlite_documents import SqliteDocuments
 from scheduler.journal.store import Store
 from scheduler.journal.threaded import ThreadedJournal
@@ -58,6 +57,7 @@ from scheduler.wire.requests import ModelLimits
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
+FRAMES_NAME = frames_pb2.DESCRIPTOR.services_by_name["Frames"].full_name
 
 
 class SchedulerService:
@@ -65,7 +65,7 @@ class SchedulerService:
 
     Attributes:
         engine: The running core; set by `start`.
-        frames: Accepts frame connections of detokenizers and routers; None for gRPC only.
+        frames: Accepts the connections of detokenizers and routers.
         port: gRPC port. http_port: Port of /metrics and /health.
     """
 
@@ -98,7 +98,6 @@ class SchedulerService:
             tls=self._tls,
             admit=_admit(config),
             is_standby=config.standby,
-            grpc_server=config.grpc_server,
         )
         self.port = self.server.port
         self.frames = FrameServer.from_config(config, self._tls)
@@ -195,13 +194,13 @@ class SchedulerService:
             frames=self.frames,
         )
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, self.server.grpc)
+        frames_pb2_grpc.add_FramesServicer_to_server(self.frames, self.server.grpc)
         dispatching = self.dispatcher.run(
             self.engine.handle_worker_event, self.engine.take_turn, self.progress.loop("worker messages")
         )
         self._tasks.append(asyncio.create_task(dispatching, name="the loop of worker messages"))
         self.server.depend_on(self._tasks[-1])
-        if self.frames is not None:
-            await self.frames.start()
+        await self.frames.start()
         await self.server.start()
         self.progress.set_reason(waiting, stands=False)
         logger.info(
@@ -269,9 +268,10 @@ class SchedulerService:
             await self.close()
 
     async def drain(self) -> None:
-        """Reject new requests; return once all known requests have ended."""
+        """Reject new requests; return once all known requests have ended and their output has been sent."""
         self.engine.handle(DrainStarted(self.engine.now_ns()))
         await self.engine.wait_until_idle()
+        await self.frames.close()  # before the server ends the calls within which connections run
 
     async def stop(self) -> None:
         """Stop without draining."""
@@ -280,8 +280,7 @@ class SchedulerService:
 
     async def close(self) -> None:
         """Release ports and tasks."""
-        if self.frames is not None:
-            await self.frames.close()
+        await self.frames.close()
         for task in self._tasks:
             task.cancel()
             await asyncio.wait((task,))
@@ -336,15 +335,16 @@ def check(config: SchedulerConfig) -> None:
 def _admit(config: SchedulerConfig) -> Admit | None:
     """Return the admission check that restricts each method to the services allowed to call it.
 
-    Both routers and detokenizers call GetLoads, to find the active scheduler.
+    Both routers and detokenizers call GetLoads, to find the active scheduler, and Tunnel, where the token of their
+    connection says what it is for.
     """
     routers = PeerNames(config.router_names, "router_names")
     detokenizers = PeerNames(config.detokenizer_names, "detokenizer_names")
     both = PeerNames(f"{config.router_names}, {config.detokenizer_names}", "")
     others = {
-        f"/{SERVICE_NAME}/TokenFeed": detokenizers,
         f"/{SERVICE_NAME}/OpenTokenFeed": detokenizers,
         f"/{SERVICE_NAME}/GetLoads": both,
+        f"/{FRAMES_NAME}/Tunnel": both,
     }
     return admit_peers(config, lambda method: others.get(method, routers))
 
@@ -390,37 +390,22 @@ def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: in
 def make_journal(
     config: SchedulerConfig, model: ModelFolder, limits: ModelLimits, port: int, clock: SteadyClock
 ) -> Journal:
-    """Return the configured journal; if no path is configured, the file is named after the gRPC port. Raises
-    ConfigError if `standby` is set for a journal without a lease, or the package for PostgreSQL is missing.
+    """Return the configured journal; if no path is configured, the folder is named after the gRPC port. Raises
+    ConfigError if `standby` is set for a journal without a lease, the path is a file, or the package for PostgreSQL is
+    missing.
     """
     if config.standby and config.journal != "postgres":
         raise ConfigError("only a journal in PostgreSQL has a lease to wait for", field="standby")
     if config.journal == "off":
         return NoJournal(clock)
-    if config.journal in ("log", "sqlite"):
-        suffix = "journal" if config.journal == "log" else "sqlite"
-        path = Path(config.journal_path) if config.journal_path else midstream_home() / f"scheduler-{port}.{suffix}"
-        documents = SqliteDocuments(beside(path, ".documents"))
-        return ThreadedJournal(_file_store(config, path), limits, model.fingerprint, clock, documents)
+    if config.journal == "log":
+        path = Path(config.journal_path) if config.journal_path else midstream_home() / f"scheduler-{port}.journal"
+        if path.is_file():
+            raise ConfigError(f"{path} is a file; use the path of a folder", field="journal_path")
+        documents = SqliteDocuments(documents_of(path))
+        return ThreadedJournal(LogStore(LogFolder(path)), limits, model.fingerprint, clock, documents)
     store, postgres_documents = _postgres_stores(config)
     return ThreadedJournal(store, limits, model.fingerprint, clock, postgres_documents)
-
-
-def _file_store(config: SchedulerConfig, path: Path) -> Store:
-    """Return the store of a journal on this machine's disk.
-
-    A log takes over the contents of a SQLite journal at its path or next to it, with the suffix `.sqlite`.
-    """
-    if config.journal == "sqlite":
-        if path.is_dir():
-            raise ConfigError(f"{path} is a folder; use --journal log, or the path of a file", field="journal_path")
-        return SqliteStore(path)
-    predecessor = beside(path, ".sqlite")
-    if path.is_file():
-        if not is_sqlite(path):
-            raise ConfigError(f"{path} is not a journal; use the path of a folder", field="journal_path")
-        predecessor, path = path, path.with_name(path.name + ".log")
-    return LogStore(LogFolder(path), SqliteStore(predecessor))
 
 
 def _postgres_stores(config: SchedulerConfig) -> tuple[Store, DocumentStore]:

@@ -25,7 +25,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import generation_pb2 as pb
 from protos import kserve_pb2, loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
 from tests.router.unfinished import UnfinishedCalls

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 import grpc.aio
 
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import generation_pb2 as pb
 from protos import service_pb2_grpc
 

@@ -1,9 +1,10 @@
 """Write the version into chart and overlays, and generate the chart's files from the overlays, and the schema of its
 settings from midstream/config: `python deploy/helm/generate.py`.
 
-The version is that of midstream/__init__.py. Chart and overlays deploy the same objects: the chart's template reads
-files/ACCELERATOR-JOURNAL[-secure].yaml and changes the objects according to the values. Tests compare the committed
-files with the output of this script. Requires kubectl and PyYAML.
+The version is that of midstream/__init__.py. Chart and overlays deploy the same objects: files/objects.yaml has each
+object of each variant, ACCELERATOR-JOURNAL[-secure], once, with the variants that have it; the chart's template takes
+those of one variant and changes them according to the values. Tests compare the committed files with the output of this
+script. Requires kubectl and PyYAML.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import yaml  # type: ignore[import-untyped]
 
@@ -48,16 +49,19 @@ def stamped_files() -> list[Path]:
 
 def generate(target: Path) -> None:
     """Write all files into `target`."""
-    monitoring: list[dict[str, object]] = []
-    for accelerator, journal, is_secure in itertools.product(("cpu", "gpu"), ("sqlite", "postgres"), (False, True)):
+    monitoring: list[dict[str, Any]] = []
+    objects: dict[str, dict[str, Any]] = {}
+    for accelerator, journal, is_secure in itertools.product(("cpu", "gpu"), ("log", "postgres"), (False, True)):
+        variant = f"{accelerator}-{journal}{'-secure' if is_secure else ''}"
         components = ["ha"] * (journal == "postgres") + ["secure"] * is_secure
-        objects, monitoring = [], []
+        monitoring = []
         for item in render(f"overlays/{accelerator}", components):
             if item["kind"] == "ConfigMap" and item["metadata"]["name"] in ("grafana-dashboard", "prometheus"):
                 monitoring.append(item)
             elif item["kind"] != "Namespace":  # the chart's release is installed into an existing namespace
-                objects.append(item)
-        write(target / f"{accelerator}-{journal}{'-secure' if is_secure else ''}.yaml", objects)
+                text = json.dumps(item, sort_keys=True)
+                objects.setdefault(text, {"variants": [], "object": item})["variants"].append(variant)
+    write(target / "objects.yaml", sorted(objects.values(), key=_order))
     write(target / "monitoring.yaml", monitoring)
     policy = KUSTOMIZE / "overlays" / "roles" / "transfer-policy.yaml"
     write(target / "roles.yaml", list(yaml.safe_load_all(policy.read_text(encoding="utf-8"))))
@@ -68,8 +72,12 @@ def generate(target: Path) -> None:
     write(target / "keda-roles.yaml", apart)
 
 
-def render(overlay: str, components: list[str]) -> list[dict[str, object]]:
-    """Return the output of kustomize for an overlay with components."""
+def _order(item: dict[str, Any]) -> tuple[str, str]:
+    return item["object"]["kind"], item["object"]["metadata"]["name"]
+
+
+def render(overlay: str, components: list[str]) -> list[dict[str, Any]]:
+    """Return the output of kustomize for an overlay with components, without the hash in the name of the settings."""
     with tempfile.TemporaryDirectory() as folder:
         where = {
             name: os.path.relpath(KUSTOMIZE / name, folder)
@@ -80,10 +88,12 @@ def render(overlay: str, components: list[str]) -> list[dict[str, object]]:
         Path(folder, "kustomization.yaml").write_text(text, encoding="utf-8")
         command = ["kubectl", "kustomize", "--load-restrictor", "LoadRestrictionsNone", folder]
         made = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return list(yaml.safe_load_all(made))
+    name = re.search(r"^  name: (midstream-[0-9a-z]{10})$", made, re.MULTILINE)
+    assert name is not None
+    return list(yaml.safe_load_all(made.replace(name[1], "midstream-settings")))
 
 
-def write(path: Path, objects: list[dict[str, object]]) -> None:
+def write(path: Path, objects: list[dict[str, Any]]) -> None:
     """Write the objects as YAML documents."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump_all(objects, sort_keys=True, width=10_000)

@@ -26,7 +26,7 @@ KUBERNETES = tuple(f"1.{minor}" for minor in range(30, 38))
 FORMATS = (
     ("messages between scheduler and workers", "scheduler/core/config.py", "PROTOCOL_VERSION"),
     ("journal in a folder", "scheduler/journal/log.py", "VERSION"),
-    ("journal and documents in SQLite and PostgreSQL", "scheduler/journal/store.py", "SCHEMA_VERSION"),
+    ("journal and documents in PostgreSQL", "scheduler/journal/postgres.py", "SCHEMA_VERSION"),
 )
 _TEXT = """\
 # Compatibility

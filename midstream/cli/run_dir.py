@@ -84,8 +84,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.logs = path / "logs"
-        journal = "journal.sqlite" if os.environ.get("MIDSTREAM_JOURNAL") == "sqlite" else "journal"
-        self.journal_path = os.environ.get("MIDSTREAM_JOURNAL_PATH") or str(path / journal)
+        self.journal_path = os.environ.get("MIDSTREAM_JOURNAL_PATH") or str(path / "journal")
         self.api_keys = path.absolute() / "api-keys"
         self.token = path / "token"
         self._state_file = path / "state.json"

@@ -28,7 +28,7 @@ from midstream.cli.run_dir import (
 )
 from midstream.cli.up import add_run_dir
 from midstream.kind_names import kind_name
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import loads_pb2, scheduler_pb2_grpc
 
 _TIMEOUT_S = 2.0

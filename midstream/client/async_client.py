@@ -27,8 +27,8 @@ from midstream.config import API_KEY_VARIABLE
 from midstream.errors import InvalidArgumentError
 from midstream.receipts.evidence import Evidence
 from midstream.receipts.jwk import ReceiptKey
+from midstream.rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, open_channel
 from midstream.rpc.errors import error_from_rpc
-from midstream.rpc.serving import DEFAULT_MAX_MESSAGE_BYTES, open_channel
 from midstream.rpc.target import check_target, is_local
 from midstream.security.tls import Tls
 from protos import generation_pb2 as pb

@@ -15,7 +15,9 @@ class DetokenizerConfig(GrpcServiceConfig):
         "smollm2", "Model folder, GGUF file, name on the Hugging Face Hub, or `smollm2` for the embedded model."
     )
     port: int = setting(50054, "gRPC port.")
-    frames_port: int = setting(0, "TCP port for frames from other hosts; 0: any free one.")
+    frames_port: int = setting(
+        0, "TCP port for frames from other hosts, which use the gRPC port if they cannot reach it; 0: any free one."
+    )
     schedulers: str = setting("127.0.0.1:50052", "Comma-separated scheduler targets, as for routers.")
     router_names: str = setting(
         "router", "Certificate names of peers that may call as routers, comma-separated: kinds, DNS names or URIs."

@@ -16,7 +16,9 @@ class SchedulerConfig(GrpcServiceConfig):
     )
     served_model_name: str = setting("", "Model name in the API; empty: the model's own.")
     port: int = setting(50052, "gRPC port.")
-    frames_port: int = setting(0, "TCP port for frames from other hosts; 0: any free one.")
+    frames_port: int = setting(
+        0, "TCP port for frames from other hosts, which use the gRPC port if they cannot reach it; 0: any free one."
+    )
     worker_port: int = setting(50053, "ZeroMQ port to which workers connect.")
     curve: bool = setting(False, "Encrypt worker connections and accept only workers with known keys.")
     curve_secret_key: str = setting("", "File with this process's key pair, from `midstream keys`.")
@@ -106,12 +108,11 @@ class SchedulerConfig(GrpcServiceConfig):
         "clients together.",
     )
     journal: str = setting(
-        "log", "Kind of journal, which stores requests and tokens.", choices=("off", "log", "sqlite", "postgres")
+        "log", "Kind of journal, which stores requests and tokens.", choices=("off", "log", "postgres")
     )
     journal_path: str = setting(
         "",
-        "Path of the journal: a folder for a log, a file for SQLite. Empty: scheduler-PORT.journal or "
-        "scheduler-PORT.sqlite in $MIDSTREAM_HOME (~/.cache/midstream).",
+        "Folder of the log. Empty: scheduler-PORT.journal in $MIDSTREAM_HOME (~/.cache/midstream).",
     )
     journal_url: str = setting("", "libpq connection string of the PostgreSQL journal; empty: the PG* variables.")
     standby: bool = setting(False, "Start as standby: wait for the journal's lease, then take over.")

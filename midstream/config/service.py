@@ -35,18 +35,6 @@ class ServiceConfig:
 class GrpcServiceConfig(ServiceConfig):
     """Base configuration of services with a gRPC port; the port and outgoing connections use the same certificate."""
 
-    internal_transport: str = setting(
-        "frames",
-        "Transport of tokens between scheduler, detokenizer and router: frames is faster, grpc works through "
-        "service meshes. grpc is also used if the other side does not support frames.",
-        choices=("frames", "grpc"),
-    )
-    grpc_server: str = setting(
-        "auto",
-        "Implementation of the gRPC server: own is Midstream's, on asyncio, and takes less processor time; grpcio is "
-        "gRPC's. auto is own if the package hpack is installed, otherwise grpcio.",
-        choices=("auto", "own", "grpcio"),
-    )
     tls: bool = setting(False, "Use TLS on the gRPC port and for connections to other services.")
     tls_cert: str = setting(
         "", "PEM file with this process's certificate chain; re-read when it changes, like all of these files."

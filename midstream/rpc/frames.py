@@ -16,13 +16,16 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable
 from enum import IntEnum
-from typing import Protocol, cast
+from typing import Any, Protocol, Self, cast
 
+import grpc.aio
 from google.protobuf.message import Message
 
 from midstream.config import DetokenizerConfig, SchedulerConfig
+from midstream.rpc.tunnel import TunnelTransport
 from midstream.security.tls import Tls
 from protos import frames_pb2 as pb
+from protos import frames_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -332,8 +335,8 @@ class _Unknown:
 Accept = Callable[[FrameConnection], FrameHandler]
 
 
-class FrameServer:
-    """Accepts frame connections that were offered over gRPC.
+class FrameServer(frames_pb2_grpc.FramesServicer):
+    """Accepts frame connections that were offered over gRPC, on its own port and within calls of its gRPC service.
 
     Attributes:
         port: TCP port, set when the server has started.
@@ -354,10 +357,7 @@ class FrameServer:
         self._is_closed = False
 
     @classmethod
-    def from_config(cls, config: SchedulerConfig | DetokenizerConfig, tls: Tls | None) -> FrameServer | None:
-        """Create the listener that the configuration sets; None if it sets gRPC only."""
-        if config.internal_transport == "grpc":
-            return None
+    def from_config(cls, config: SchedulerConfig | DetokenizerConfig, tls: Tls | None) -> Self:
         return cls(config.host, config.frames_port, max_message_bytes=config.max_message_bytes, tls=tls)
 
     async def start(self) -> None:
@@ -387,6 +387,12 @@ class FrameServer:
         token = secrets.randbits(8 * _TOKEN_BYTES).to_bytes(_TOKEN_BYTES, "big")
         self._tokens[token] = (now + _TOKEN_S, accept)
         return pb.FramesOffer(port=self.port, unix_name=self._unix_name, token=token)
+
+    async def Tunnel(  # type: ignore[override]  # it reads from and writes to the context
+        self, request_iterator: object, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Serve one connection until either side closes it."""
+        await TunnelTransport(context, self._connect()).run()
 
     async def close(self) -> None:
         """Stop listening, and close all connections once their data has been written."""
@@ -493,39 +499,70 @@ async def connect(
     """
     loop = asyncio.get_running_loop()
 
-    async def attempt(open_transport: Callable[[Callable[[], FrameConnection]], Awaitable[object]]) -> FrameConnection:
-        waiting = _Waiting(loop.create_future())
-        connection = FrameConnection(max_message_bytes, waiting, keepalive_s=keepalive_s, timeout_s=timeout_s)
-
-        def be_welcomed() -> None:
-            connection.handler = handler
-            if not waiting.welcomed.done():
-                waiting.welcomed.set_result(None)
-
-        connection.on_welcome = be_welcomed
-        await open_transport(lambda: connection)
-        if _is_own(connection):
-            connection.say_hello(offer.token)
-        else:
-            connection.fail(FrameError("the socket belongs to another user"))
-        try:
-            await waiting.welcomed
-        except BaseException:
-            connection.fail(ConnectionAbortedError("given up"))
-            raise
-        return connection
+    def make() -> FrameConnection:
+        return FrameConnection(max_message_bytes, handler, keepalive_s=keepalive_s, timeout_s=timeout_s)
 
     async with asyncio.timeout(_HELLO_S):
         if offer.unix_name:
             # This fails if the other side is on another host, or if either side does not trust the other's user.
             with contextlib.suppress(NotImplementedError, OSError):
-                return await attempt(lambda make: loop.create_unix_connection(make, f"\0{offer.unix_name}"))
+                connection = make()
+                return await _greet(
+                    connection, offer, loop.create_unix_connection(lambda: connection, f"\0{offer.unix_name}")
+                )
         host = target.rpartition(":")[0].strip("[]")
         context = tls.client_context() if tls is not None else None
         name = (server_name or host) if tls is not None else None
-        return await attempt(
-            lambda make: loop.create_connection(make, host, offer.port, ssl=context, server_hostname=name)
+        connection = make()
+        return await _greet(
+            connection,
+            offer,
+            loop.create_connection(lambda: connection, host, offer.port, ssl=context, server_hostname=name),
         )
+
+
+async def connect_within(
+    channel: grpc.aio.Channel,
+    offer: pb.FramesOffer,
+    handler: FrameHandler,
+    *,
+    max_message_bytes: int,
+    keepalive_s: float = KEEPALIVE_S,
+    timeout_s: float = KEEPALIVE_TIMEOUT_S,
+) -> FrameConnection:
+    """Open an offered connection within a call over `channel`; otherwise like `connect`."""
+    connection = FrameConnection(max_message_bytes, handler, keepalive_s=keepalive_s, timeout_s=timeout_s)
+    stub: frames_pb2_grpc.FramesAsyncStub = frames_pb2_grpc.FramesStub(channel)  # type: ignore[assignment]
+
+    async def call() -> None:
+        tunnel = stub.Tunnel()
+        TunnelTransport(tunnel, connection).start(tunnel.cancel)
+
+    async with asyncio.timeout(_HELLO_S):
+        return await _greet(connection, offer, call())
+
+
+async def _greet(connection: FrameConnection, offer: pb.FramesOffer, opening: Awaitable[object]) -> FrameConnection:
+    """Open a connection's transport, send its hello, and return it once it is welcome. Raises OSError if it is not."""
+    handler, waiting = connection.handler, _Waiting(asyncio.get_running_loop().create_future())
+
+    def be_welcomed() -> None:
+        connection.handler = handler
+        if not waiting.welcomed.done():
+            waiting.welcomed.set_result(None)
+
+    connection.handler, connection.on_welcome = waiting, be_welcomed
+    await opening
+    if _is_own(connection):
+        connection.say_hello(offer.token)
+    else:
+        connection.fail(FrameError("the socket belongs to another user"))
+    try:
+        await waiting.welcomed
+    except BaseException:
+        connection.fail(ConnectionAbortedError("given up"))
+        raise
+    return connection
 
 
 class _Waiting:

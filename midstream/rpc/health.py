@@ -13,8 +13,6 @@ import grpc.aio
 from grpc.aio import ServicerContext
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from midstream.security.tls import Tls
-
 HEALTH_SERVICE: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _WATCH_INTERVAL_S = 0.25
 
@@ -77,24 +75,6 @@ class Progress:
 def add_health(server: grpc.aio.Server, progress: Progress, service: str) -> None:
     """Serve grpc.health.v1 on `server`, for the whole process (empty name) and for `service`."""
     health_pb2_grpc.add_HealthServicer_to_server(_Health(progress, ("", service)), server)
-
-
-def bind(server: grpc.aio.Server, host: str, port: int, tls: Tls | None = None) -> int:
-    """Add a listening port; 0 chooses a free one.
-
-    Returns:
-        The port.
-
-    Raises:
-        OSError: The port is in use, or the host is not an address of this machine.
-    """
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    try:
-        if tls is not None:
-            return server.add_secure_port(address, tls.server_credentials())
-        return server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {address}: {error}") from None
 
 
 def check_port(host: str, port: int) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import grpc.aio
 
-from midstream.rpc.command_stream import LinkSettings
+from midstream.rpc.frame_link import LinkSettings
 from protos import loads_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""gRPC server lifecycle (start, report progress, drain, stop), and client channels.
+"""gRPC server lifecycle: start, report progress, drain, stop.
 
 server = Server("scheduler", config.host, config.port, progress)
 add_SchedulerServicer_to_server(servicer, server.grpc)
@@ -10,48 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import gc
-import importlib.util
 import logging
 import signal
-import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
-import grpc
-import grpc.aio
 from grpc_reflection.v1alpha import reflection
 
-from midstream.errors import ConfigError, ExecutionError, MidstreamError
+from midstream.errors import ExecutionError, MidstreamError
+from midstream.rpc.channel import DEFAULT_MAX_MESSAGE_BYTES
 from midstream.rpc.errors import Admit, ErrorMapper, Receive, TakeTurn
-from midstream.rpc.health import HEALTH_SERVICE, Progress, add_health, bind, check_port
+from midstream.rpc.health import HEALTH_SERVICE, Progress, add_health, check_port
+from midstream.rpc.http2 import GrpcServer
 from midstream.rpc.open_files import raise_open_files_limit
-from midstream.security.secure_channel import SecureChannel
 from midstream.security.tls import Tls
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
 MAX_METADATA_BYTES = 16 << 10
 
-# Both sides must agree on this, otherwise the server sends GOAWAY too_many_pings; it allows pings twice as often as
-# clients send them.
-_KEEPALIVE_MS = 10_000
-_KEEPALIVE = [
-    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    # Time limit for the reply to a ping; by default it is a minute, regardless of the keepalive timeout.
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-]
 _EVENT_LOOP_BEAT_S = 0.5
-_HANDSHAKE_MS = 10_000
-_Context = grpc.aio.ServicerContext[Any, Any]
-_AddPort = Callable[..., int]
-_COLLECT_INTERVAL_S = 0.1
-_next_collection = 0.0
 
 
 class Server:
@@ -59,7 +36,6 @@ class Server:
 
     Attributes:
         grpc: The gRPC server, to which servicers are added before `start`.
-        limits_addresses: Whether the server itself limits the connections from one address.
         leaving: Set once the process should get no more work. It still accepts what arrives until `draining` is set.
         draining: Set once the process should finish its work and accept no new work.
     """
@@ -80,7 +56,6 @@ class Server:
         turn_of: Callable[[str], TakeTurn | None] = lambda method: None,
         more_services: Sequence[str] = (),
         is_standby: bool = False,
-        grpc_server: str = "auto",
         shared_port: int = 0,
     ) -> None:
         """Bind the port, or, if `is_standby`, check that it is free.
@@ -94,23 +69,20 @@ class Server:
             turn_of: Returns how calls of a method wait for their turn once their message is read; None if they do not.
             more_services: Full protobuf names of other services that reflection shows.
             is_standby: Whether `bind` will be called later. Connections to a bound port would wait to be accepted.
-            grpc_server: Implementation of the server: `own` (midstream/rpc/http2), `grpcio`, or `auto`, which is `own`
-                if the package hpack is installed, otherwise `grpcio`.
             shared_port: Another port, on which other processes may listen as well; 0 means none.
 
         Raises:
             OSError: The port is in use.
-            ConfigError: `own` was requested, but a package that it requires is not installed; or `shared_port` is set,
-                but another server is used.
         """
-        self.limits_addresses = _is_own(grpc_server)
-        make = _own_server if self.limits_addresses else _grpcio_server
-        self.grpc, self._add_port, self._leave_shared_ports = make(
-            ErrorMapper(admit, receive, turn_of),
+        self.grpc = GrpcServer(
+            interceptors=[ErrorMapper(admit, receive, turn_of)],
             max_send_bytes=max_message_bytes,
             max_receive_bytes=max_request_bytes or max_message_bytes,
             max_concurrent_streams=max_concurrent_streams,
-            probes_bandwidth=receive is None,
+            max_metadata_bytes=MAX_METADATA_BYTES,
+            max_connections=max_connections(),
+            max_connections_per_address=max(max_connections() // 2, 1),
+            max_resets=2 * max_concurrent_streams,
         )
         self.leaving, self.draining = asyncio.Event(), asyncio.Event()
         self._failed = asyncio.Event()
@@ -124,9 +96,7 @@ class Server:
         self.port = port
         self._host, self._tls = host, tls
         if shared_port:
-            if not self.limits_addresses:
-                raise ConfigError("requires the service's own gRPC server; set grpc_server to own", field="shared_port")
-            self._add_port(host, shared_port, tls, is_shared=True)
+            self.grpc.add_port(host, shared_port, tls, is_shared=True)
         if is_standby:
             check_port(host, port)
         else:
@@ -134,7 +104,7 @@ class Server:
 
     def bind(self) -> None:
         """Bind the port. Raises OSError if the port is in use."""
-        self.port = self._add_port(self._host, self.port, self._tls)
+        self.port = self.grpc.add_port(self._host, self.port, self._tls)
 
     async def start(self) -> None:
         await self.grpc.start()
@@ -200,7 +170,7 @@ class Server:
         """Set NOT_SERVING and leave shared ports, so that the process gets no more work."""
         self._progress.set_reason("draining", stands=True)
         self.leaving.set()
-        self._leave_shared_ports()
+        self.grpc.leave_shared_ports()
 
     def fail(self, error: MidstreamError) -> None:
         """Stop the process with an error, so that its supervisor restarts it."""
@@ -230,17 +200,12 @@ class Server:
         """
         self._leave()
         self.draining.set()
-        stopping = {asyncio.create_task(self.grpc.stop(drain_timeout_s))}
+        stopping = asyncio.create_task(self.grpc.stop(drain_timeout_s))
         if drain is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(drain(), drain_timeout_s)
-            stopping.add(asyncio.create_task(self.grpc.stop(0)))
-        _, stopping = await asyncio.wait(stopping, timeout=_COLLECT_INTERVAL_S)
-        while stopping:
-            # The server waits until the last call object is freed. If an exception's traceback holds a call in a
-            # reference cycle, only the garbage collector frees it.
-            _collect_now_and_then()
-            _, stopping = await asyncio.wait(stopping, timeout=_COLLECT_INTERVAL_S)
+            await self.grpc.stop(0)
+        await stopping
         if self._beat is not None:
             self._beat.cancel()
 
@@ -250,138 +215,6 @@ class Server:
             await asyncio.sleep(_EVENT_LOOP_BEAT_S)
 
 
-def _is_own(grpc_server: str) -> bool:
-    """Return whether a setting selects our own server."""
-    if grpc_server == "grpcio":
-        return False
-    if importlib.util.find_spec("hpack") is not None:
-        return True
-    if grpc_server == "own":
-        raise ConfigError("own requires the package hpack; install it, or set grpcio", field="grpc_server")
-    logger.warning("the package hpack is not installed; serving with gRPC's server, which takes more processor time")
-    return False
-
-
-def _grpcio_server(
-    errors: ErrorMapper,
-    *,
-    max_send_bytes: int,
-    max_receive_bytes: int,
-    max_concurrent_streams: int,
-    probes_bandwidth: bool,
-) -> tuple[grpc.aio.Server, _AddPort, Callable[[], None]]:
-    server = grpc.aio.server(
-        interceptors=[errors],
-        options=[
-            *_KEEPALIVE,
-            ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
-            ("grpc.max_receive_message_length", max_receive_bytes),
-            ("grpc.max_send_message_length", max_send_bytes),
-            ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-            ("grpc.max_allowed_incoming_connections", max_connections()),
-            ("grpc.max_concurrent_streams", max_concurrent_streams),
-            # Limit on calls that have arrived but not started. By default, beyond 1,000 of them, gRPC cancels some
-            # at random.
-            ("grpc.server.max_pending_requests", max_concurrent_streams),
-            ("grpc.server.max_pending_requests_hard_limit", 2 * max_concurrent_streams),
-            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-            ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-            # With bandwidth probes, the flow-control window of a stream that is not read would grow to a megabyte.
-            ("grpc.http2.bdp_probe", int(probes_bandwidth)),
-            # If this were 1, a second process could silently share the port.
-            ("grpc.so_reuseport", 0),
-        ],
-    )
-    return server, functools.partial(bind, server), lambda: None  # it has no shared ports
-
-
-def _own_server(
-    errors: ErrorMapper,
-    *,
-    max_send_bytes: int,
-    max_receive_bytes: int,
-    max_concurrent_streams: int,
-    probes_bandwidth: bool,
-) -> tuple[grpc.aio.Server, _AddPort, Callable[[], None]]:
-    from midstream.rpc.http2 import GrpcServer  # imported here, because hpack may not be installed
-
-    server = GrpcServer(
-        interceptors=[errors],
-        max_send_bytes=max_send_bytes,
-        max_receive_bytes=max_receive_bytes,
-        max_concurrent_streams=max_concurrent_streams,
-        max_metadata_bytes=MAX_METADATA_BYTES,
-        max_connections=max_connections(),
-        max_connections_per_address=max(max_connections() // 2, 1),
-        max_resets=2 * max_concurrent_streams,
-    )
-    return server, server.add_port, server.leave_shared_ports
-
-
-def _collect_now_and_then() -> None:
-    """Collect garbage for all stopping servers, at most half of the time, since collecting a large heap takes long."""
-    global _next_collection
-    began = time.monotonic()
-    if began >= _next_collection:
-        gc.collect()
-        ended = time.monotonic()
-        _next_collection = ended + max(_COLLECT_INTERVAL_S, ended - began)
-
-
 def max_connections() -> int:
     """Return the number of connections that a server accepts: a share of the process's open-file limit."""
     return raise_open_files_limit() // 4
-
-
-def open_channel(
-    target: str,
-    *,
-    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-    tls: Tls | None = None,
-    server_name: str = "",
-    token: str = "",
-    uses_proxy: bool = False,
-) -> grpc.aio.Channel:
-    """Return a channel with the keepalive that `Server` expects, which reconnects within a second.
-
-    Args:
-        target: `host:port`, or `dns:///host:port` for all addresses of a name in turn.
-        server_name: Name that the server's certificate must contain, if it differs from the target's.
-        token: Bearer token to send with each call.
-        uses_proxy: Whether to connect through the HTTP proxy that the environment names, if any.
-    """
-    options = channel_options(max_message_bytes, uses_proxy=uses_proxy)
-    if tls is None:
-        if not token:
-            return grpc.aio.insecure_channel(target, options=options)
-        return SecureChannel(lambda: grpc.aio.insecure_channel(target, options=options), lambda: 0, token)
-    if server_name:
-        options.append(("grpc.ssl_target_name_override", server_name))
-    return SecureChannel(
-        lambda: grpc.aio.secure_channel(target, tls.channel_credentials(), options=options), tls.refresh, token
-    )
-
-
-def channel_options(
-    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, *, uses_proxy: bool = False
-) -> list[tuple[str, Any]]:
-    """Return the options of every client channel, including synchronous ones."""
-    return [
-        *_KEEPALIVE,
-        # By default, gRPC connects through http_proxy even to this machine.
-        ("grpc.enable_http_proxy", int(uses_proxy)),
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
-        # A killed process is back within a second or two; clients would notice a longer wait.
-        ("grpc.initial_reconnect_backoff_ms", 50),
-        ("grpc.max_reconnect_backoff_ms", 250),
-        # Despite its name, this is the time limit for one attempt. It is long enough for TLS on a slow network or a
-        # busy machine, and short enough for hosts that have disappeared without closing their connections.
-        ("grpc.min_reconnect_backoff_ms", 3_000),
-        # A restarted process may have another address; by default, gRPC resolves a name at most once in 30 s.
-        ("grpc.dns_min_time_between_resolutions_ms", 250),
-        # Each channel has its own backoff, even if several use the same address.
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.lb_policy_name", "round_robin"),
-    ]

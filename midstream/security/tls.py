@@ -100,25 +100,6 @@ class Tls:
                 logger.warning("the new certificates are invalid; keeping the old ones: %s", error)
             return self._version
 
-    def server_credentials(self) -> grpc.ServerCredentials:
-        """Return credentials for a gRPC server port; each handshake uses the newest files."""
-        known = self._version
-
-        def fetch() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal known
-            version = self.refresh()
-            if version == known:
-                return None
-            known = version
-            return self._server_configuration()
-
-        # None means that the credentials are unchanged; the type stub does not allow it.
-        return grpc.dynamic_ssl_server_credentials(
-            self._server_configuration(),
-            fetch,  # type: ignore[arg-type]
-            self.require_client_cert,
-        )
-
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Return credentials for a gRPC channel, from the current files."""
         contents = self._contents
@@ -158,10 +139,6 @@ class Tls:
         context.make, context.newest = make, make()
         self._contexts.append(context)
         return context
-
-    def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
-        contents = self._contents
-        return grpc.ssl_server_certificate_configuration([(contents["key"], contents["cert"])], contents.get("ca"))
 
     def _sign(self) -> tuple[Signature, ...]:
         try:

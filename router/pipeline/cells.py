@@ -17,9 +17,9 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from midstream.errors import DeadlineError, InvalidArgumentError, MidstreamError, UnavailableError
-from midstream.rpc.command_stream import LinkSettings
 from midstream.rpc.discovery import Discovery
 from midstream.rpc.errors import error_from_rpc
+from midstream.rpc.frame_link import LinkSettings
 from midstream.rpc.scheduler_epoch import scheduler_epoch
 from protos import generation_pb2, loads_pb2, scheduler_pb2, scheduler_pb2_grpc, stats_pb2
 from router.pipeline.cell_choice import choose_cell, choose_home

@@ -18,8 +18,8 @@ import grpc.aio
 
 from midstream.chunk import Chunk
 from midstream.errors import UnavailableError, from_proto
-from midstream.rpc.command_stream import CommandStream, LinkSettings
 from midstream.rpc.discovery import Discovery
+from midstream.rpc.frame_link import FrameLink, LinkSettings
 from protos import detokenizer_pb2 as pb
 from protos import detokenizer_pb2_grpc
 from protos.frames_pb2 import FramesOffer, OpenFramesRequest
@@ -29,10 +29,9 @@ _CONNECT_TIMEOUT_S = 2.0
 _REFUSAL_S = 0.5
 # A detokenizer responds within milliseconds, so a stalled one is replaced quickly.
 _SILENCE_S = 3.0
-_Call = grpc.aio.StreamStreamCall[pb.StreamCommand, pb.StreamBatch]
 
 
-class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
+class DetokenizerLink(FrameLink[pb.StreamCommand, pb.StreamBatch]):
     """The stream to one detokenizer; requests can be attached while it is open.
 
     Attributes:
@@ -68,10 +67,6 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
         if self.streams.pop(number, None) is not None and self.is_open:
             self._send(pb.StreamCommand(detach=pb.StreamDetach(stream=number)))
 
-    def _call(self, channel: grpc.aio.Channel) -> _Call:
-        stub: detokenizer_pb2_grpc.DetokenizerAsyncStub = detokenizer_pb2_grpc.DetokenizerStub(channel)  # type: ignore[assignment]
-        return stub.Stream()
-
     def _ask_for_frames(self, channel: grpc.aio.Channel) -> Awaitable[FramesOffer]:
         stub: detokenizer_pb2_grpc.DetokenizerAsyncStub = detokenizer_pb2_grpc.DetokenizerStub(channel)  # type: ignore[assignment]
         return stub.OpenStream(OpenFramesRequest(), timeout=_CONNECT_TIMEOUT_S)
@@ -82,16 +77,12 @@ class DetokenizerLink(CommandStream[pb.StreamCommand, pb.StreamBatch]):
         return self.is_open and self.tokenizer_fingerprint is not None
 
     def _greet(self) -> None:
-        self._tell_if_live()  # the first batch may have been read together with the welcome
-
-    def _tell_if_live(self) -> None:
-        if self.is_live:
-            self._on_live.set()
+        self._on_live.set()  # the first batch may have been read together with the welcome
 
     def _take(self, batch: pb.StreamBatch) -> None:
         if self.tokenizer_fingerprint is None:
             self.tokenizer_fingerprint = batch.tokenizer_fingerprint
-            self._tell_if_live()
+            self._on_live.set()
         streams = self.streams
         for item in batch.chunks:
             stream = streams.get(item.stream)

@@ -9,16 +9,14 @@ from collections.abc import Awaitable
 import grpc.aio
 
 from midstream.errors import DeadlineError, OverloadedError, UnavailableError, from_proto
-from midstream.rpc.command_stream import FrameLink, LinkSettings
+from midstream.rpc.frame_link import FrameLink, LinkSettings
 from protos import generation_pb2, scheduler_pb2_grpc
 from protos import scheduler_pb2 as pb
 from protos.frames_pb2 import FramesOffer, OpenFramesRequest
 
 _OPEN_TIMEOUT_S = 2.0
-# Maximum time without a message; a scheduler responds within milliseconds. Without frames, each submission has its own
-# timeout.
+# Maximum time without a message; a scheduler responds within milliseconds.
 _SILENCE_S = 3.0
-_ASK_AGAIN_S = 10.0
 # A longer message would delay others, and might exceed the limit on a frame, which closes the connection.
 _MAX_REQUEST_BYTES = 1 << 20
 
@@ -90,9 +88,6 @@ class SubmissionLink(FrameLink[pb.Submission, pb.SubmissionResult]):
     def _ask_for_frames(self, channel: grpc.aio.Channel) -> Awaitable[FramesOffer]:
         stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(channel)  # type: ignore[assignment]
         return stub.OpenSubmissions(OpenFramesRequest(), timeout=_OPEN_TIMEOUT_S)
-
-    async def _run_without_frames(self, channel: grpc.aio.Channel) -> None:
-        await asyncio.sleep(_ASK_AGAIN_S)
 
     def _take(self, batch: pb.SubmissionResult) -> None:
         answer = self._results.get(batch.number)

@@ -199,7 +199,6 @@ class FeedHub:
         self,
         detokenizer_id: str,
         wake: Callable[[], None],
-        features: frozenset[str] = frozenset(),
         tokenizer_fingerprint: str = "",
         *,
         flush: Callable[[], None] | None = None,
@@ -208,11 +207,10 @@ class FeedHub:
 
         Args:
             wake: Called when there is something new to collect.
-            features: Features that the detokenizer supports.
             tokenizer_fingerprint: Identifies its tokenizer.
             flush: Called instead of `wake` when everything new has been published; collects it immediately.
         """
-        feed = DetokenizerFeed(self, detokenizer_id, wake, features, flush or wake, tokenizer_fingerprint)
+        feed = DetokenizerFeed(self, detokenizer_id, wake, flush or wake, tokenizer_fingerprint)
         self.feeds.append(feed)
         return feed
 
@@ -232,14 +230,12 @@ class DetokenizerFeed:
         hub: FeedHub,
         detokenizer_id: str,
         wake: Callable[[], None],
-        features: frozenset[str],
         flush: Callable[[], None],
         tokenizer_fingerprint: str = "",
     ) -> None:
         self.flush = flush
         self.tokenizer_fingerprint = tokenizer_fingerprint
         self.detokenizer_id = detokenizer_id
-        self._features = features
         self.num_attached_total = 0
         self._hub = hub
         self._attachments: dict[int, Attachment] = {}
@@ -279,11 +275,6 @@ class DetokenizerFeed:
             # Its text would differ from that of the tokenizer with which the request began.
             message = f"the detokenizer {self.detokenizer_id!r} has another tokenizer than the request"
             self.refuse(stream, request_id, UnavailableError(message, field="tokenizer_fingerprint"))
-            return
-        if not log.request.spec.max_tokens and "prompt_alone" not in self._features:
-            # An older detokenizer would drop the outputs of the prompt. The router attaches to another one instead.
-            message = f"the detokenizer {self.detokenizer_id!r} is too old for requests with max_tokens 0; upgrade it"
-            self.refuse(stream, request_id, UnavailableError(message))
             return
         self._over.pop(stream, None)
         attachment = Attachment(self, stream, log)

@@ -1,9 +1,8 @@
-"""A detokenizer's session on the token feed, over any transport: it takes commands and returns batches of tokens."""
+"""A detokenizer's session on the token feed: it takes commands and sends batches of tokens."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from midstream.errors import InvalidArgumentError, MidstreamError
 from midstream.rpc.frames import FrameConnection, Pump
@@ -17,28 +16,25 @@ from scheduler.edge.kept_requests import KeptRequests
 class FeedSession:
     """A session of one detokenizer, from its hello to its disconnection."""
 
-    def __init__(
-        self, engine: Engine, kept: KeptRequests, wake: Callable[[], None], flush: Callable[[], None] | None = None
-    ) -> None:
-        """Feed the requests of `engine` and `kept`; for `wake` and `flush` see `FeedHub.connect`."""
-        self.is_closed = False
-        self._flush = flush
+    def __init__(self, engine: Engine, kept: KeptRequests, connection: FrameConnection) -> None:
+        """Feed the requests of `engine` and `kept`."""
+        self._pump = Pump(connection, self._collect)
+        self.resume = self._pump.run
         self._kept = kept
         self._finding: dict[int, asyncio.Task[None]] = {}
         self._engine = engine
-        self._wake = wake
         self._feed: DetokenizerFeed | None = None
 
-    def obey(self, command: scheduler_pb2.FeedCommand) -> None:
+    def take(self, body: bytes) -> None:
         """Carry out a command. Raises InvalidArgumentError if it is out of order, or conflicts with an earlier one."""
+        command = scheduler_pb2.FeedCommand.FromString(body)
         kind, feed = command.WhichOneof("command"), self._feed
         if feed is None:
             if kind != "hello":
                 raise InvalidArgumentError("the first command of a feed must be hello", field="command")
             hello = command.hello
-            features, tokenizer = frozenset(hello.features), hello.tokenizer_fingerprint
             self._feed = self._engine.hub.connect(
-                hello.detokenizer_id, self._wake, features, tokenizer, flush=self._flush
+                hello.detokenizer_id, self._pump.wake, hello.tokenizer_fingerprint, flush=self._pump.run
             )
         elif kind == "attach":
             self._attach(command.attach, feed)
@@ -53,17 +49,15 @@ class FeedSession:
                 "hello must be sent only once, and every command must have one field set", field="command"
             )
 
-    def collect(self) -> scheduler_pb2.FeedBatch | None:
-        """Return a batch with all new data, or None."""
-        return self._feed.collect() if self._feed is not None else None
-
-    def close(self) -> None:
+    def lose(self, error: Exception | None) -> None:
         """Handle the detokenizer's disconnection."""
-        self.is_closed = True
         for task in list(self._finding.values()):
             task.cancel()
         if self._feed is not None:
             self._feed.close()
+
+    def _collect(self) -> scheduler_pb2.FeedBatch | None:
+        return self._feed.collect() if self._feed is not None else None
 
     def _attach(self, attach: scheduler_pb2.FeedAttach, feed: DetokenizerFeed) -> None:
         if attach.request_id in self._engine.hub.logs:
@@ -88,23 +82,3 @@ class FeedSession:
             self._engine.handle(
                 StopWordFound(now_ns, request.request_id, stop.sequence_index, stop.num_tokens, stop.stop_word)
             )
-
-
-class FeedFrames:
-    """A feed session over a connection that carries frames."""
-
-    def __init__(self, engine: Engine, kept: KeptRequests, connection: FrameConnection) -> None:
-        self._pump = Pump(connection, self._collect)
-        self._session = FeedSession(engine, kept, self._pump.wake, self._pump.run)
-        self.resume = self._pump.run
-
-    def _collect(self) -> scheduler_pb2.FeedBatch | None:
-        return self._session.collect()
-
-    def take(self, body: bytes) -> None:
-        """Carry out a command."""
-        self._session.obey(scheduler_pb2.FeedCommand.FromString(body))
-
-    def lose(self, error: Exception | None) -> None:
-        """Handle the detokenizer's disconnection."""
-        self._session.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Any
@@ -30,7 +29,7 @@ from scheduler.core.events import AbortRequested
 from scheduler.core.prefix_cache import CacheCleared
 from scheduler.edge.document_calls import DocumentCalls
 from scheduler.edge.engine import Engine
-from scheduler.edge.feed_session import FeedFrames, FeedSession
+from scheduler.edge.feed_session import FeedSession
 from scheduler.edge.images import Images
 from scheduler.edge.kept_requests import KeptRequests
 from scheduler.edge.ledger import Ledger
@@ -49,8 +48,6 @@ from scheduler.wire.stats import iteration_stats_proto, kv_event_proto, kv_snaps
 _MAX_REQUEST_STATS = 1024
 # Time to wait until the submissions that were sent before an Abort have been processed.
 _UNREAD_GRACE_S = 0.1
-
-Commands = AsyncIterator[scheduler_pb2.FeedCommand]
 
 
 class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
@@ -72,7 +69,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         cell: str,
         policies: tuple[str, str, str],
         max_stored_bytes: int,
-        frames: FrameServer | None,
+        frames: FrameServer,
     ) -> None:
         """Serve `engine`.
 
@@ -84,7 +81,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
             documents: Where routers store files and batches.
             policies: Names of the capacity policy, the batching type and the journal, for GetServerInfo.
             max_stored_bytes: Maximum bytes of documents that one owner may store.
-            frames: Accepts frame connections of detokenizers and routers; None for gRPC only.
+            frames: Accepts the connections of detokenizers and routers.
         """
         super().__init__(documents, engine.now_ns, max_stored_bytes)
         self._frames = frames
@@ -115,8 +112,6 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
 
     async def OpenSubmissions(self, request: frames_pb2.OpenFramesRequest, context: object) -> frames_pb2.FramesOffer:
         """Offer a frame connection on which each message has the effect of Submit."""
-        if self._frames is None:
-            return frames_pb2.FramesOffer()
         return self._frames.offer(lambda connection: Submissions(self, connection))
 
     def submit_now(self, request: generation_pb2.GenerateRequest, on_committed: Callable[[Accepted], None]) -> bool:
@@ -206,10 +201,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         return scheduler_pb2.DeleteRequestResponse()
 
     async def OpenTokenFeed(self, request: frames_pb2.OpenFramesRequest, context: object) -> frames_pb2.FramesOffer:
-        """Offer a frame connection that replaces TokenFeed."""
-        if self._frames is None:
-            return frames_pb2.FramesOffer()
-        return self._frames.offer(lambda connection: FeedFrames(self._engine, self._kept, connection))
+        return self._frames.offer(lambda connection: FeedSession(self._engine, self._kept, connection))
 
     async def GetLedger(self, request: ledger_pb2.GetLedgerRequest, context: object) -> ledger_pb2.GetLedgerResponse:
         if self._ledger is None:
@@ -239,33 +231,6 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         if self._receipts is None:
             raise UnsupportedError("this scheduler makes no receipts (--receipts off)")
         return receipts_pb2.ListReceiptKeysResponse(keys=await self._receipts.keys())
-
-    async def TokenFeed(self, request_iterator: Commands, context: object) -> AsyncIterator[scheduler_pb2.FeedBatch]:
-        """Send tokens to one detokenizer until it disconnects."""
-        ready = asyncio.Event()
-        session = FeedSession(self._engine, self._kept, ready.set)
-
-        async def obey() -> None:
-            try:
-                async for command in request_iterator:
-                    session.obey(command)
-            finally:
-                session.close()
-                ready.set()
-
-        reader = asyncio.create_task(obey())
-        try:
-            while not session.is_closed:
-                await ready.wait()
-                ready.clear()
-                while not session.is_closed and (batch := session.collect()) is not None:
-                    yield batch
-            await reader
-        finally:
-            session.close()
-            reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError, InvalidArgumentError):
-                await reader
 
     async def GetModelInfo(self, request: loads_pb2.GetModelInfoRequest, context: object) -> loads_pb2.ModelInfo:
         model = self._model

@@ -4,9 +4,8 @@
   backup links all files into a new folder under this lock, which takes no time, and then copies the links. A copy ends
   with the last record that was written when its file was copied; a record that is torn there was not complete, and the
   scheduler drops it as after a power cut.
-- **SQLite** has its own online backup.
-
-The documents are copied first: each of their requests is then in the copy of the journal, if it is still kept.
+- **The documents** are copied by SQLite's online backup, and first: each of their requests is then in the copy of the
+  journal, if it is still kept.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from midstream.cli.run_dir import RunDir, default_run_dir
 from midstream.errors import ConfigError, MidstreamError
-from scheduler.journal.paths import beside
+from scheduler.journal.paths import documents_of
 
 JOURNAL, DOCUMENTS = "journal", "journal.documents"
 
@@ -36,16 +35,13 @@ def backup(path: Path, target: Path) -> None:
     """
     if target.exists():
         raise ConfigError(f"{target} exists; name a new folder", field="OUTPUT")
-    if not path.exists():
+    if not path.is_dir():
         raise ConfigError(f"there is no journal at {path}", field="--journal-path")
     target.mkdir(mode=0o700, parents=True)
-    documents = beside(path, ".documents")
+    documents = documents_of(path)
     if documents.exists():
-        _copy_sqlite(documents, target / DOCUMENTS)
-    if path.is_dir():
-        _copy_log(path, target / JOURNAL)
-    else:
-        _copy_sqlite(path, target / JOURNAL)
+        _copy_documents(documents, target / DOCUMENTS)
+    _copy_log(path, target / JOURNAL)
 
 
 def _copy_log(path: Path, target: Path) -> None:
@@ -62,7 +58,7 @@ def _copy_log(path: Path, target: Path) -> None:
             shutil.copy2(link, target / link.name)
 
 
-def _copy_sqlite(path: Path, target: Path) -> None:
+def _copy_documents(path: Path, target: Path) -> None:
     with (
         closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as source,
         closing(sqlite3.connect(target)) as copy,

@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,8 +35,7 @@ from midstream.errors import ConfigError
 from protos import journal_pb2 as pb
 from scheduler.journal import DeposedError, JournalError, LostError, superseded
 from scheduler.journal.frames import FRAME_BYTES, Frame, frame, frames
-from scheduler.journal.log_folder import LogFolder, sync_folder
-from scheduler.journal.sqlite import SqliteStore
+from scheduler.journal.log_folder import LogFolder
 from scheduler.journal.store import Store, StoredJournal, Transaction
 
 logger = logging.getLogger(__name__)
@@ -77,7 +75,6 @@ class LogStore(Store):
     def __init__(
         self,
         folder: LogFolder,
-        predecessor: SqliteStore | None = None,
         *,
         segment_bytes: int = SEGMENT_BYTES,
         slack_bytes: int = SLACK_BYTES,
@@ -85,11 +82,10 @@ class LogStore(Store):
         """Prepare the store; `take_over` opens it.
 
         Args:
-            predecessor: A journal in SQLite, whose contents are moved into the log if there is no log yet.
             segment_bytes: Size of a segment; one record may exceed it.
             slack_bytes: Bytes that the log may have in addition to twice the live bytes.
         """
-        self._folder, self._predecessor = folder, predecessor
+        self._folder = folder
         self._segment_bytes, self._slack_bytes = segment_bytes, slack_bytes
         self._epoch = 0
         self._begin()
@@ -116,8 +112,6 @@ class LogStore(Store):
     def take_over(self, least_epoch: int) -> int:
         """Read the log, become its only writer, and start a segment."""
         try:
-            if self._predecessor is not None:
-                least_epoch = max(least_epoch, self._move_in(self._predecessor, least_epoch))
             self._folder.close()
             self._folder.open()
             with self._folder:
@@ -139,33 +133,6 @@ class LogStore(Store):
         self._epoch = max(former, least_epoch - 1, *(item.scheduler_epoch for item in headers if item is not None)) + 1
         self._folder.set_epoch(self._epoch)
         return former
-
-    def _move_in(self, predecessor: SqliteStore, least_epoch: int) -> int:
-        """Convert an existing SQLite journal to a log if there is no log yet; return its epoch.
-
-        The SQLite file stays but is emptied, and its writer is deposed. The log gets its name only once it is complete.
-        """
-        path = self._folder.path
-        if path.exists() or not predecessor.path.is_file():
-            return 0
-        epoch = predecessor.take_over(least_epoch)
-        stored = predecessor.read()
-        staging = path.with_name(path.name + ".new")
-        if staging.exists():
-            shutil.rmtree(staging)
-        log = LogStore(LogFolder(staging), segment_bytes=self._segment_bytes)
-        log.take_over(epoch)
-        log.lay_down(stored)
-        log.close()
-        staging.rename(path)
-        sync_folder(path.parent)
-        predecessor.clear()
-        predecessor.close()
-        logger.info(
-            "moved the journal from SQLite into a log",
-            extra={"source": str(predecessor.path), "path": str(path), "num_requests": len(stored.requests)},
-        )
-        return epoch
 
     def read(self) -> StoredJournal:
         """Return the data that `take_over` has read."""
@@ -193,23 +160,6 @@ class LogStore(Store):
                 with self._folder:
                     self._check_epoch()
                     self._drop_dead_segments()
-        except OSError as error:
-            raise self._failure("written", error) from None
-
-    def lay_down(self, stored: StoredJournal) -> None:
-        """Write the entire contents of another journal to this empty one."""
-        transactions = [Transaction(adapters=stored.adapters)]
-        transactions += [Transaction(rewritten=[row]) for row in stored.requests]
-        transactions += [Transaction(commit=sealed) for _, sealed in stored.commits]
-        try:
-            with self._folder:
-                self._check_is_writer()
-                for transaction in transactions:
-                    data = _encode(transaction)
-                    self._make_room(len(data))
-                    self._append(data)
-                    self._note(transaction)
-                self._folder.sync(self._current.name)
         except OSError as error:
             raise self._failure("written", error) from None
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def beside(path: Path, suffix: str) -> Path:
-    """Return the path of another file of the journal at `path`.
+def documents_of(path: Path) -> Path:
+    """Return the path of the documents beside the journal at `path`.
 
-    Only known suffixes of journals are replaced, so that journals such as `10.0.0.1` and `10.0.0.2` share no file.
+    Only the known suffix is replaced, so that journals such as `10.0.0.1` and `10.0.0.2` share no documents.
     """
-    if path.suffix in (".journal", ".sqlite"):
-        return path.with_suffix(suffix)
-    return path.with_name(path.name + suffix)
+    if path.suffix == ".journal":
+        return path.with_suffix(".documents")
+    return path.with_name(path.name + ".documents")

@@ -17,11 +17,12 @@ import psycopg
 from midstream.errors import ConfigError
 from scheduler.journal import DeposedError, JournalError
 from scheduler.journal.postgres_database import Connection, Database
-from scheduler.journal.store import SCHEMA_VERSION, Store, StoredJournal, Transaction
+from scheduler.journal.store import Store, StoredJournal, Transaction
 
 logger = logging.getLogger(__name__)
 
 LEASE_S = 2.0
+SCHEMA_VERSION = 1
 _POLL_INTERVAL_S = 0.2
 LINK_TIMEOUT_S = 2 * LEASE_S
 _TABLES = """

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from scheduler.journal import JournalError
 
-SCHEMA_VERSION = 1
 _CHECKSUM_BYTES = 4
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from midstream.clock import SteadyClock
 from midstream.errors import NotFoundError, UnavailableError
+from midstream.rpc.frames import FrameConnection, FrameServer, Pump
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
 from protos import (
@@ -24,6 +25,7 @@ from protos import (
 )
 from protos import generation_pb2 as pb
 from scheduler.edge.document_calls import DocumentCalls
+from scheduler.edge.submissions import Submissions
 from scheduler.journal.documents import Documents
 from scheduler.journal.sqlite_documents import SqliteDocuments
 
@@ -47,14 +49,27 @@ def scripted_scheduler() -> ScriptedScheduler:
 
 
 class Feed:
-    """The stream to one detokenizer: the attached requests, and the number of tokens sent for each of them."""
+    """The connection of one detokenizer: the attached requests, and the number of tokens sent for each of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, scheduler: ScriptedScheduler, connection: FrameConnection) -> None:
         self.attached: dict[int, str] = {}
         self.sent: dict[tuple[int, int], int] = {}
         self.num_ends: dict[int, int] = {}
         self.opened: set[int] = set()
-        self.wake = asyncio.Event()
+        self.pump = Pump(connection, self._collect)
+        self.resume = self.pump.run
+        self._scheduler = scheduler
+        scheduler.feeds.append(self)
+
+    def _collect(self) -> scheduler_pb2.FeedBatch | None:
+        batch = self._scheduler.batch(self)
+        return batch if batch.ByteSize() else None
+
+    def take(self, body: bytes) -> None:
+        self._scheduler.obey(scheduler_pb2.FeedCommand.FromString(body), self)
+
+    def lose(self, error: Exception | None) -> None:
+        self._scheduler.feeds.remove(self)
 
 
 class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
@@ -66,7 +81,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         super().__init__(Documents(SqliteDocuments(None), SteadyClock()), time.time_ns, 64 << 20)
         self._is_running = False
         self.requests: dict[str, Scripted] = {}
-        self.submits: list[scheduler_pb2.SubmitRequest] = []
+        self.submits: list[pb.GenerateRequest] = []
         self.has_receipts = True
         self.receipt_queries: list[receipts_pb2.GetReceiptRequest] = []
         self.aborts: list[str] = []
@@ -84,11 +99,14 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         self.kind_changed_at: tuple[int, ...] = ()  # of every request
         self.changed = asyncio.Event()
         self.server: Server | None = None
+        self.frames = FrameServer("127.0.0.1", 0, max_message_bytes=64 << 20)
 
     async def start(self, port: int = 0) -> str:
         """Start serving; return the address."""
         self.server = Server("midstream.v1.Scheduler", "127.0.0.1", port, Progress())
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, self.server.grpc)
+        self.frames = FrameServer("127.0.0.1", 0, max_message_bytes=64 << 20)
+        await self.frames.start()
         self._documents = Documents(SqliteDocuments(None), SteadyClock())
         await self._documents.open(1)
         self._is_running = True
@@ -99,6 +117,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         """Stop without notifying the peers."""
         assert self.server is not None
         await self.server.stop()
+        await self.frames.close()
         if self._is_running:
             self._is_running = False
             await self._documents.close()
@@ -142,21 +161,33 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
                 self.changed.clear()
                 await self.changed.wait()
 
-    async def OpenSubmissions(  # noqa: N802
-        self, request: frames_pb2.OpenFramesRequest, context: Any
-    ) -> frames_pb2.FramesOffer:
-        return frames_pb2.FramesOffer()
+    async def OpenSubmissions(self, request: Any, context: Any) -> frames_pb2.FramesOffer:  # noqa: N802
+        return self.frames.offer(lambda connection: Submissions(self, connection))
 
     async def Submit(  # noqa: N802
         self, request: scheduler_pb2.SubmitRequest, context: Any
     ) -> scheduler_pb2.SubmitResponse:
+        return self.accept(request.request)
+
+    def submit_now(self, request: pb.GenerateRequest, on_committed: Any) -> bool:
+        """Accept a request over frames."""
+        on_committed(self.accept(request))
+        return True
+
+    async def submit(self, request: pb.GenerateRequest, on_committed: Any) -> None:
+        raise NotImplementedError
+
+    def answer(self, accepted: Any) -> scheduler_pb2.SubmitResponse:
+        return scheduler_pb2.SubmitResponse.FromString(accepted.SerializeToString())
+
+    def accept(self, request: pb.GenerateRequest) -> scheduler_pb2.SubmitResponse:
+        """Accept a request, or raise the next of `submit_errors`."""
         self.submits.append(request)
         if self.submit_errors:
             raise self.submit_errors.pop(0)
-        known = request.request.request_id in self.requests
+        known = request.request_id in self.requests
         if not known:
-            count = len(request.request.token_ids.values)
-            self.requests[request.request.request_id] = Scripted(request.request, count)
+            self.requests[request.request_id] = Scripted(request, len(request.token_ids.values))
         self.changed.set()
         return scheduler_pb2.SubmitResponse(scheduler_epoch=1, attached=known, num_sequences=1)
 
@@ -282,25 +313,13 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         await asyncio.Event().wait()
 
     async def OpenTokenFeed(self, request: Any, context: Any) -> frames_pb2.FramesOffer:  # noqa: N802
-        return frames_pb2.FramesOffer()
+        return self.frames.offer(lambda connection: Feed(self, connection))
 
-    async def TokenFeed(  # type: ignore[override]  # noqa: N802
-        self, request_iterator: Any, context: Any
-    ) -> None:
-        feed = Feed()
-        self.feeds.append(feed)
-        writer = asyncio.create_task(self._write(feed, context))
-        try:
-            async for command in request_iterator:
-                self._obey(command, feed)
-        finally:
-            writer.cancel()
-            self.feeds.remove(feed)
-
-    def _obey(self, command: scheduler_pb2.FeedCommand, feed: Feed) -> None:
+    def obey(self, command: scheduler_pb2.FeedCommand, feed: Feed) -> None:
+        """Carry out a detokenizer's command."""
         if command.HasField("attach"):
             feed.attached[command.attach.stream] = command.attach.request_id
-            feed.wake.set()
+            feed.pump.wake()
         elif command.HasField("detach"):
             feed.attached.pop(command.detach.stream, None)
         elif command.HasField("stop"):
@@ -310,14 +329,8 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
                 self.stops.append((request_id, stop.sequence_index, stop.num_tokens, stop.stop_word))
         self.changed.set()
 
-    async def _write(self, feed: Feed, context: Any) -> None:
-        while True:
-            await feed.wake.wait()
-            feed.wake.clear()
-            await context.write(self._batch(feed))
-
-    def _batch(self, feed: Feed) -> scheduler_pb2.FeedBatch:
-        batch = scheduler_pb2.FeedBatch(scheduler_epoch=1)
+    def batch(self, feed: Feed) -> scheduler_pb2.FeedBatch:
+        batch = scheduler_pb2.FeedBatch()
         for number, request_id in list(feed.attached.items()):
             script = self.requests.get(request_id)
             if script is None:
@@ -351,7 +364,7 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
 
     def _wake(self) -> None:
         for feed in self.feeds:
-            feed.wake.set()
+            feed.pump.wake()
 
 
 def _opened(number: int, script: Scripted) -> scheduler_pb2.FeedOpened:

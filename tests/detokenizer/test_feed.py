@@ -10,7 +10,7 @@ from unittest.mock import Mock
 from detokenizer.feed import FeedPool, SchedulerFeed
 from detokenizer.streams import OutputStream, RouterConnection
 from midstream.errors import ExecutionError
-from midstream.rpc.command_stream import LinkSettings
+from midstream.rpc.frame_link import LinkSettings
 from protos import generation_pb2
 from protos import scheduler_pb2 as pb
 

@@ -31,13 +31,11 @@ async def serving(
     tls: Tls | None,
     authenticator: Authenticator | None = None,
     admit: Admit | None = None,
-    *,
-    grpc_server: str = "own",
 ) -> AsyncIterator[str]:
     """Run a server whose method `GetModelInfo` returns the name of the caller."""
     if authenticator is not None:
         admit = authenticator.admit
-    server = Server(SERVICE, "127.0.0.1", 0, Progress(), tls=tls, admit=admit, grpc_server=grpc_server)
+    server = Server(SERVICE, "127.0.0.1", 0, Progress(), tls=tls, admit=admit)
 
     async def answer(request: bytes, context: object) -> bytes:
         return current_caller.get().name.encode()

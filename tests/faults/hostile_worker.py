@@ -177,7 +177,7 @@ async def run(num_messages: int, seed: int) -> Outcome:
             worker = HostileWorker(f"tcp://127.0.0.1:{scheduler.service.worker_port}", seed, scheduler)
             worker.thread.start()
             try:
-                feed = await Feed(scheduler.stub).open()
+                feed = await Feed.open(scheduler.stub)
                 number = 0
                 while worker.num_mutated < num_messages and not outcome.problems and worker.error is None:
                     await _round(scheduler, feed, range(number, number + _NUM_STREAMS), worker, outcome)
@@ -200,7 +200,7 @@ async def _round(
     for number in numbers:
         fields = {"output": generation_pb2.OutputConfig(), "client_id": f"client {number % 2}"}
         await scheduler.submit(f"r{number}", [number % 900, 3], _MAX_TOKENS, **fields)
-        await feed.attach(number, f"r{number}")
+        feed.reader.attach(number, f"r{number}")
     try:
         async with asyncio.timeout(_END_WITHIN_S):
             await feed.read_until(*numbers)

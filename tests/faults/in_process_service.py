@@ -26,7 +26,7 @@ from midstream.client.stream import AsyncStream
 from midstream.config import SchedulerConfig, WorkerConfig
 from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from midstream.text.incremental import decoder_factory
 from protos import generation_pb2 as pb
 from protos import service_pb2_grpc
@@ -197,18 +197,15 @@ class InProcessService:
         self,
         folder: ModelFolder,
         journal: Path,
-        transport: str = "frames",
         workers: WorkerSettings = {"one": {}, "two": {}},  # noqa: B006 (it is only read)
     ) -> None:
         self.gate = Gate()
         self.num_kills = dict.fromkeys(KINDS, 0)
         self.num_handovers = self.num_streamed = 0
         scheduler, worker, *self._ports = free_ports(6)
-        self._config = SchedulerConfig(
-            port=scheduler, worker_port=worker, journal_path=str(journal), internal_transport=transport
-        )
+        self._config = SchedulerConfig(port=scheduler, worker_port=worker, journal_path=str(journal))
         self._folder, self._settings = folder, workers
-        self._cluster = Cluster(folder, decoder_factory(Tokenizer(folder.path)), transport)
+        self._cluster = Cluster(folder, decoder_factory(Tokenizer(folder.path)))
         self._cluster.scheduler_address = f"127.0.0.1:{scheduler}"
         self._channels = [open_channel(f"127.0.0.1:{port}") for port in self._ports[2:]]
         self._current = 0
@@ -231,14 +228,6 @@ class InProcessService:
             call(num_tokens, sum(len(group.in_flight) for group in core.groups))
 
         dispatcher.send_step = send  # type: ignore[method-assign]
-
-    @property
-    def is_over_frames(self) -> bool:
-        """Return whether tokens and text are sent over frames."""
-        servers = [self._service.frames, *(part.frames for part in self._detokenizers)]
-        return any(server is not None and server.connections for server in servers[:1]) and any(
-            server is not None and server.connections for server in servers[1:]
-        )
 
     async def start(self) -> None:
         """Start all components."""

@@ -21,7 +21,7 @@ import grpc.aio
 import psycopg
 
 from midstream.model.folder import open_model_folder
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import loads_pb2, scheduler_pb2, scheduler_pb2_grpc, service_pb2_grpc
 from tests.faults.hosts import Hosts, Namespaces, Relays
 from tests.integration.named_processes import ROOT
@@ -131,14 +131,14 @@ async def cut_database(machine: Machine, socket: str) -> None:
                 await asyncio.sleep(0.05)
         request = tokens([1000], max_tokens=NUM_TOKENS, request_id="a")
         await stub.Submit(scheduler_pb2.SubmitRequest(request=request), timeout=LIMIT_S)
-        first = await Feed(stub).open()
-        await first.attach(1, "a")
+        first = await Feed.open(stub)
+        first.reader.attach(1, "a")
         while len(first.tokens.get(1, [])) < NUM_TOKENS // 4:
             await first.read()
         hosts.cut("old", "database")
         async with scheduler_at(new_address) as successor:
-            second = await Feed(successor).open()
-            await second.attach(1, "a")
+            second = await Feed.open(successor)
+            second.reader.attach(1, "a")
             await second.read_until(1)
         assert second.tokens[1] == list(range(1001, 1001 + NUM_TOKENS))
         # The old scheduler has delivered nothing that it could not write. By now it has been deposed or has exited by

@@ -15,7 +15,7 @@ from midstream.client import AsyncClient, Result, SamplingParams
 from midstream.client.stream import AsyncStream
 from midstream.errors import MidstreamError
 from midstream.model.folder import open_model_folder
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import service_pb2_grpc, stats_pb2
 from tests.integration.named_processes import NamedProcesses
 from tests.integration.service import latest_stats

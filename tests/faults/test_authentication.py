@@ -16,8 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from midstream.config import RouterConfig
 from midstream.errors import ConfigError, UnauthenticatedError
+from midstream.rpc.channel import open_channel
 from midstream.rpc.errors import error_from_rpc
-from midstream.rpc.serving import open_channel
 from router.authentication import Authenticator, Caller, TokenFile
 from router.permissions import DEFAULT_ROLES
 from tests.faults.guarded_ports import ask, fetch, http_port, replace, serving, stream_of, who_am_i

@@ -21,6 +21,7 @@ DELAY_S = 0.2
 # Every component listens at the first address; others, and the client, connect to the second one, where proxies are.
 LISTEN, DIAL = "127.0.0.1", "127.0.0.2"
 PORTS = ("scheduler", "worker", "detokenizer", "router")
+FRAMES_PORTS = ("scheduler frames", "detokenizer frames")
 FIRSTS, NUM_TOKENS = [1000, 2000, 3000, 4000], 24
 
 
@@ -89,13 +90,13 @@ async def proxies(ports: Iterable[int]) -> AsyncIterator[None]:
 
 
 class DistantParts(NamedProcesses):
-    """One process of each component."""
+    """One process of each component, without Unix sockets, which would not be delayed."""
 
-    def __init__(self, folder: Path, transport: str) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._transport = transport
         self._model = open_model_folder("smollm2")
-        self.ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+        names = (*PORTS, *FRAMES_PORTS)
+        self.ports = dict(zip(names, free_ports(len(names)), strict=True))
 
     def target(self, name: str) -> str:
         return f"{DIAL}:{self.ports[name]}"
@@ -108,29 +109,23 @@ class DistantParts(NamedProcesses):
         if name == "worker":
             model = ["--model-fingerprint", self._model.fingerprint, "--vocab-size", str(self._model.vocab_size)]
             return ["tests.fakes.worker", "--scheduler", f"tcp://{self.target('worker')}", *model]
-        own = ["--host", LISTEN, "--port", str(self.ports[name])]
+        command = ["tests.fakes.distant", name, "--host", LISTEN, "--port", str(self.ports[name])]
+        if name != "router":
+            command += ["--frames-port", str(self.ports[f"{name} frames"])]
         if name == "scheduler":
-            journal = ["--journal-path", str(self.folder / "journal")]
-            return [
-                name,
-                *own,
-                "--internal-transport",
-                self._transport,
-                "--worker-port",
-                str(self.ports["worker"]),
-                *journal,
-            ]
-        own += ["--internal-transport", self._transport, "--schedulers", self.target("scheduler")]
+            journal = str(self.folder / "journal")
+            return [*command, "--worker-port", str(self.ports["worker"]), "--journal-path", journal]
+        command += ["--schedulers", self.target("scheduler")]
         if name == "router":
-            own += ["--detokenizers", self.target("detokenizer"), "--http-port", "0"]
-        return [name, *own]
+            command += ["--detokenizers", self.target("detokenizer"), "--http-port", "0"]
+        return command
 
 
 @contextlib.asynccontextmanager
-async def distant(folder: Path, transport: str) -> AsyncIterator[DistantParts]:
-    """Start all components and the proxies in front of them."""
-    parts = DistantParts(folder, transport)
-    async with proxies(parts.ports.values()):
+async def distant(folder: Path, *, blocks_frames: bool) -> AsyncIterator[DistantParts]:
+    """Start all components and the proxies in front of them; with `blocks_frames`, not those of the frames ports."""
+    parts = DistantParts(folder)
+    async with proxies(parts.ports[name] for name in PORTS + FRAMES_PORTS * (not blocks_frames)):
         try:
             parts.start("scheduler", "detokenizer", "router", "worker")
             yield parts
@@ -138,10 +133,9 @@ async def distant(folder: Path, transport: str) -> AsyncIterator[DistantParts]:
             parts.close()
 
 
-# Between processes of one user on one machine, frames take a Unix socket, which is not delayed.
-@pytest.mark.parametrize("transport", ["grpc", "frames"])
-async def test_nothing_is_lost_if_everything_arrives_late(tmp_path: Path, transport: str) -> None:
-    async with distant(tmp_path, transport) as parts, AsyncClient(parts.target("router")) as client:
+@pytest.mark.parametrize("blocks_frames", [False, True])
+async def test_nothing_is_lost_if_everything_arrives_late(tmp_path: Path, blocks_frames: bool) -> None:
+    async with distant(tmp_path, blocks_frames=blocks_frames) as parts, AsyncClient(parts.target("router")) as client:
 
         async def is_whole() -> bool:
             info = await client.server_info()

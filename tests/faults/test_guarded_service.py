@@ -24,7 +24,7 @@ from midstream.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from midstream.security.tls import Tls
 from protos import generation_pb2 as pb
 from protos import stats_pb2
@@ -109,20 +109,19 @@ async def test_a_clients_certificate_is_not_accepted_on_internal_ports(guarded: 
     detokenizer = guarded.authority.issue("detokenizer-again", part="detokenizer")
     named = Tls(detokenizer.cert, detokenizer.key, guarded.authority.ca)
     for port, tls, calls in (
-        ("scheduler", spy, ("Abort", "TokenFeed", "OpenTokenFeed")),
-        ("scheduler", named, ("Abort",)),  # this port allows a detokenizer only to read the token feed
-        ("detokenizer", spy, ("Stream", "OpenStream")),
-        ("detokenizer", named, ("Stream", "OpenStream")),
+        ("scheduler", spy, ("Scheduler/Abort", "Scheduler/OpenTokenFeed", "Frames/Tunnel")),
+        ("scheduler", named, ("Scheduler/Abort",)),  # this port allows a detokenizer only to read the token feed
+        ("detokenizer", spy, ("Detokenizer/OpenStream", "Frames/Tunnel")),
+        ("detokenizer", named, ("Detokenizer/OpenStream", "Frames/Tunnel")),
     ):
         async with open_channel(f"127.0.0.1:{guarded.ports[port]}", tls=tls) as opened:
             channel: Any = opened
             for name in calls:
-                service = "Detokenizer" if port == "detokenizer" else "Scheduler"
-                method = f"/midstream.v1.{service}/{name}"
-                if name in ("Abort", "OpenTokenFeed", "OpenStream"):
-                    call = channel.unary_unary(method)(b"", timeout=20)
-                else:
+                method = f"/midstream.v1.{name}"
+                if name == "Frames/Tunnel":
                     call = channel.stream_stream(method)(silent(), timeout=20)
+                else:
+                    call = channel.unary_unary(method)(b"", timeout=20)
                 assert await call.code() is grpc.StatusCode.PERMISSION_DENIED, (port, name)
 
 

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from midstream.client import AsyncClient
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import generation_pb2 as pb
 from protos import ledger_pb2, service_pb2_grpc
 from tests.faults.processes import ALL, Processes, until

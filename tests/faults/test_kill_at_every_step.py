@@ -17,12 +17,14 @@ import gc
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
 from gpu_worker.model_runner import ModelRunner
 from midstream.client.result import Result
 from midstream.model.folder import ModelFolder
+from midstream.rpc import frames
 from protos import generation_pb2 as pb
 from tests.faults.forked_ranks import ForkedGroup
 from tests.faults.in_process_service import KINDS, InProcessService, WorkerSettings
@@ -61,9 +63,9 @@ REQUESTS: dict[str, dict[str, object]] = {
         "guided_decoding": pb.GuidedDecodingConfig(guide_type=pb.GUIDE_TYPE_REGEX, guide="([a-z]+ ){200}"),
     },
 }
-# Transports, and layouts of the two workers: whether both have all roles or one only runs prefill, and where blocks are
-# stored and moved.
-TRANSPORTS = ("frames", "grpc")
+# How frame connections are opened, and layouts of the two workers: whether both have all roles or one only prefill,
+# and where blocks are stored and moved.
+ROUTES = ("directly", "within a call")
 LAYOUTS = ("together", "tiers", "apart over TCP", "apart in shared memory")
 # Settings of a group of two ranks that runs ahead. The limits are small, so that the warm-up steps are small.
 GROUP_FLAGS = (
@@ -71,15 +73,15 @@ GROUP_FLAGS = (
     *("--max-num-tokens", "16", "--max-sequence-length", "96", "--max-kv-tokens", "96"),
 )
 RANKS = ((0,), (1,), (0, 1))
-CHOSEN: dict[str, tuple[str, str]] = dict.fromkeys(REQUESTS, ("frames", "together")) | {
-    "greedy": ("frames", "apart over TCP"),
-    "seeded, with penalties": ("grpc", "together"),
-    "three sequences": ("frames", "apart in shared memory"),
-    "emoji and Chinese": ("frames", "tiers"),
+CHOSEN: dict[str, tuple[str, str]] = dict.fromkeys(REQUESTS, ("directly", "together")) | {
+    "greedy": ("directly", "apart over TCP"),
+    "seeded, with penalties": ("within a call", "together"),
+    "three sequences": ("directly", "apart in shared memory"),
+    "emoji and Chinese": ("directly", "tiers"),
 }
 CASES = [(kind, *CHOSEN[kind]) for kind in REQUESTS]
 if ROTATIONS:
-    CASES = [(kind, transport, layout) for kind in REQUESTS for transport in TRANSPORTS for layout in LAYOUTS]
+    CASES = [(kind, route, layout) for kind in REQUESTS for route in ROUTES for layout in LAYOUTS]
 
 
 def settings_of(layout: str, folder: Path) -> WorkerSettings:
@@ -110,10 +112,14 @@ def runner(folder: ModelFolder) -> Iterator[ModelRunner]:
 
 
 @pytest.fixture
-async def service(folder: ModelFolder, tmp_path: Path, transport: str, layout: str) -> AsyncIterator[InProcessService]:
+async def service(
+    folder: ModelFolder, tmp_path: Path, route: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[InProcessService]:
     gc.freeze()  # exempt imported modules from the garbage collections that stopping a component causes
     (tmp_path / "kv").mkdir(mode=0o700)
-    service = InProcessService(folder, tmp_path / "journal", transport, settings_of(layout, tmp_path / "kv"))
+    if route == "within a call":
+        monkeypatch.setattr(frames, "connect", AsyncMock(side_effect=ConnectionRefusedError("blocked")))
+    service = InProcessService(folder, tmp_path / "journal", settings_of(layout, tmp_path / "kv"))
     await service.start()
     yield service
     await service.close()
@@ -141,9 +147,9 @@ def alone(request: pb.GenerateRequest, runner: ModelRunner) -> list[list[int]]:
     return outputs(CoreWithRunners(runner, ()).run([made])[0])
 
 
-@pytest.mark.parametrize(("kind", "transport", "layout"), CASES)
+@pytest.mark.parametrize(("kind", "route", "layout"), CASES)
 async def test_the_output_is_identical_after_any_death_at_any_token(
-    kind: str, transport: str, layout: str, service: InProcessService, runner: ModelRunner
+    kind: str, route: str, layout: str, service: InProcessService, runner: ModelRunner
 ) -> None:
     expected = await service.run(request_of(kind, "undisturbed"), {})
     if "stop words" in kind:
@@ -156,7 +162,6 @@ async def test_the_output_is_identical_after_any_death_at_any_token(
         kills = {number: KINDS[(number + rotation) % 4] for number in range(NUM_TOKENS)}
         result = await service.run(request_of(kind, f"disturbed {rotation}"), kills, limit_s=100)
         assert output(result) == output(expected)
-    assert service.is_over_frames == (transport == "frames")
     # All tokens of the undisturbed run may have arrived together.
     assert service.num_streamed > len(expected.token_ids) // 2
     num_kills = len(expected.token_ids) * len(ROTATIONS or (0,))
@@ -166,7 +171,7 @@ async def test_the_output_is_identical_after_any_death_at_any_token(
     print(kind, service.num_kills, expected.text)
 
 
-@pytest.mark.parametrize("transport", ["frames"])
+@pytest.mark.parametrize("route", ["directly"])
 @pytest.mark.parametrize("layout", ["none"])
 @pytest.mark.parametrize("kind", ["seeded, with penalties"])
 async def test_a_group_of_ranks_that_runs_ahead_dies_at_any_step(
@@ -212,7 +217,7 @@ async def test_other_models_survive_the_death_of_each_part(name: str, tmp_path: 
     runner = make_runner(small.path)
     expected = alone(request, runner)
     runner.close()
-    service = InProcessService(small, tmp_path / "journal", "frames", settings_of("together", tmp_path))
+    service = InProcessService(small, tmp_path / "journal", settings_of("together", tmp_path))
     await service.start()
     result = await service.run(request, {number: KINDS[number % 4] for number in range(1, 9)})
     await service.close()

@@ -14,8 +14,8 @@ import grpc.aio
 import pytest
 
 from midstream.errors import OverloadedError
+from midstream.rpc.channel import channel_options
 from midstream.rpc.errors import error_from_rpc
-from midstream.rpc.serving import channel_options
 from protos import generation_pb2 as pb
 from protos import service_pb2_grpc
 from router.pipeline.stream_limits import StreamLimits

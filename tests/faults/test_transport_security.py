@@ -16,17 +16,18 @@ import pytest
 
 from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig
 from midstream.errors import ConfigError, PermissionDeniedError
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from midstream.security.peer_names import PeerNames, admit_peers
 from midstream.security.secure_channel import SecureChannel
 from midstream.security.tls import Tls
-from protos import scheduler_pb2
+from protos import frames_pb2, scheduler_pb2
 from router.authentication import Authenticator
 from scheduler.service import _admit
 from tests.faults.certificates import Authority, Identity
 from tests.faults.guarded_ports import ask, fetch, http_port, replace, serving, stream_of
 from tests.integration.service import midstream
 
+FRAMES = frames_pb2.DESCRIPTOR.services_by_name["Frames"]
 SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"]
 REFUSED = r"certificate required|reset|EOF|closed"
 
@@ -64,13 +65,10 @@ async def test_a_server_with_tls_is_known_by_its_authority_and_name(authority: A
             assert (await refusal(channel)).code() is grpc.StatusCode.UNAVAILABLE
 
 
-@pytest.mark.parametrize("grpc_server", ["own", "grpcio"])
-async def test_mutual_tls_takes_only_clients_of_the_authority(
-    authority: Authority, stranger: Authority, grpc_server: str
-) -> None:
+async def test_mutual_tls_takes_only_clients_of_the_authority(authority: Authority, stranger: Authority) -> None:
     authenticator = Authenticator(by_certificate=True)
     tls = tls_of(authority.issue("server"), authority, require_client_cert=True)
-    async with serving(tls, authenticator, grpc_server=grpc_server) as address:
+    async with serving(tls, authenticator) as address:
         async with open_channel(address, tls=tls_of(authority.issue("carol"), authority)) as channel:
             assert await ask(channel) == "carol"
         async with open_channel(address, tls=tls_of(stranger.issue("carol"), authority)) as channel:
@@ -239,7 +237,7 @@ async def test_https_with_client_certificates_and_their_rotation(authority: Auth
         assert await asyncio.to_thread(fetch, f"{url}/v1/models", context) == (200, "dora")
 
 
-@pytest.mark.parametrize("port", ["https", "own", "grpcio"])
+@pytest.mark.parametrize("port", ["https", "grpc"])
 async def test_a_removed_authority_is_no_longer_trusted(
     tmp_path: Path, authority: Authority, stranger: Authority, port: str
 ) -> None:
@@ -263,7 +261,7 @@ async def test_a_removed_authority_is_no_longer_trusted(
                 await asyncio.to_thread(fetch, url, contexts[0])
             assert await asyncio.to_thread(fetch, url, contexts[1]) == (200, "new")
         return
-    async with serving(tls, authenticator, grpc_server=port) as address:
+    async with serving(tls, authenticator) as address:
         async with open_channel(address, tls=Tls(old.cert, old.key, authority.ca)) as channel:
             assert await ask(channel) == "old"
         replace(ca, contents(authority.ca))
@@ -317,18 +315,20 @@ async def test_an_internal_port_accepts_the_configured_components(
             assert (await refusal(channel)).code() is grpc.StatusCode.PERMISSION_DENIED
 
 
-@pytest.mark.parametrize("method", [method.name for method in SCHEDULER.methods])
+@pytest.mark.parametrize("method", [method.full_name for method in (*SCHEDULER.methods, *FRAMES.methods)])
 @pytest.mark.parametrize("kind", ["router", "detokenizer", "scheduler", "worker"])
 def test_each_method_of_a_scheduler_is_for_the_components_that_need_it(method: str, kind: str) -> None:
     admit = _admit(SchedulerConfig(tls=True, tls_cert="c", tls_key="k", tls_ca="a", tls_require_client_cert=True))
     assert admit is not None
     context: Any = SimpleNamespace(auth_context=lambda: {"peer_uri": [f"spiffe://midstream/{kind}".encode()]})
-    needed = {"TokenFeed": {"detokenizer"}, "OpenTokenFeed": {"detokenizer"}, "GetLoads": {"router", "detokenizer"}}
-    if kind in needed.get(method, {"router"}):
-        admit(f"/{SCHEDULER.full_name}/{method}", context)
+    both = {"router", "detokenizer"}
+    needed = {"OpenTokenFeed": {"detokenizer"}, "GetLoads": both, "Tunnel": both}
+    service, _, name = method.rpartition(".")
+    if kind in needed.get(name, {"router"}):
+        admit(f"/{service}/{name}", context)
     else:
         with pytest.raises(PermissionDeniedError):
-            admit(f"/{SCHEDULER.full_name}/{method}", context)
+            admit(f"/{service}/{name}", context)
 
 
 def test_the_keys_of_the_command_are_private(tmp_path: Path) -> None:

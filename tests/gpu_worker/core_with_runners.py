@@ -47,8 +47,6 @@ from scheduler.journal import is_entry
 from scheduler.journal.log import LogStore
 from scheduler.journal.log_folder import LogFolder
 from scheduler.journal.records import replay
-from scheduler.journal.sqlite import SqliteStore
-from scheduler.journal.store import Store, Transaction, seal
 from scheduler.journal.writer import RowWriter, kept_of
 from scheduler.wire.prompt_tables import table_parts
 from scheduler.wire.requests import ModelLimits, spec_from_proto
@@ -153,12 +151,11 @@ class CoreWithRunners:
         max_num_tokens: int = 0,
         journal: Path | None = None,
         others: ListOf[ModelRunner] = (),
-        journal_kind: str = "sqlite",
         capacity: str = "max_utilization",
         batching: str = "inflight_fused",
         **config: Any,
     ) -> None:
-        """Create the core, with a journal of `journal_kind` (sqlite or log) if set.
+        """Create the core, with a log at `journal` if set.
 
         `others` are additional runners; `config` has settings of the core.
         """
@@ -173,7 +170,7 @@ class CoreWithRunners:
             **config,
         )
         self._policies = capacity, batching
-        self._journal, self._journal_kind = journal, journal_kind
+        self._journal = journal
         self.stats: list[IterationStats] = []
         self._num_blocks = num_blocks or runner.kv.num_blocks
         self._max_batch_size = max_batch_size
@@ -187,20 +184,14 @@ class CoreWithRunners:
         capacity, batching = self._policies
         policy = SimpleScheduler(CAPACITY_SCHEDULERS[capacity](), MICRO_BATCH_SCHEDULERS[batching]())
         self.core = SchedulerCore(self._config, policy)
-        self._store: Store | None = None
+        self._store: LogStore | None = None
         if self._journal is not None:
             clock = SteadyClock()
-            if self._journal_kind == "sqlite":
-                self._store = SqliteStore(self._journal)
-            else:
-                self._store = LogStore(LogFolder(self._journal), SqliteStore(self._journal.with_suffix(".sqlite")))
+            self._store = LogStore(LogFolder(self._journal))
             self._config = replace(self._config, scheduler_epoch=self._store.take_over(least_epoch=1))
             stored = replay(self._store.read(), self.limits, FINGERPRINT, clock).requests.values()
             known = {item.recovered.spec.request_id: kept_of(item) for item in stored}
-            if self._store.folds_commits:  # as at each start: the writer folds only the commits of its own time
-                folded = [(item.number, seal(item.output_record(clock))) for item in stored if item.is_changed]
-                self._store.write(Transaction(compacted=folded))
-            self._writer = RowWriter(known, FINGERPRINT, clock)
+            self._writer = RowWriter(known, FINGERPRINT, clock, folds_commits=False)
             for item in stored:
                 self.handle(item.event(1))
         self._work.clear()

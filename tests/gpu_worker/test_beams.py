@@ -234,7 +234,7 @@ def test_prompt_outputs_are_reported_once_despite_losses(
     (alone,) = CoreWithRunners(runner, end_ids).run([request])
     expected = contents(alone)
     assert len(expected[0].prompt_log_probs) == 39
-    system = CoreWithRunners(runner, end_ids, max_num_tokens=16, journal=tmp_path / "journal.sqlite")
+    system = CoreWithRunners(runner, end_ids, max_num_tokens=16, journal=tmp_path / "journal")
     made = system.submit(request)
     for _ in range(num_steps):
         assert system.step()

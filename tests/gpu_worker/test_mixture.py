@@ -124,7 +124,7 @@ def test_the_loss_of_the_scheduler_changes_nothing(
     runner: ModelRunner, requests: list[pb.GenerateRequest], alone: list[list[Contents]], tmp_path: Path
 ) -> None:
     """The scheduler is replaced and recovers from its journal, even while prompts are computed in chunks."""
-    system = start(runner, journal=tmp_path / "journal.sqlite", max_num_tokens=300)
+    system = start(runner, journal=tmp_path / "journal", max_num_tokens=300)
     for request in requests:
         system.submit(request)
     for steps in (1, 1, 1, 2, 2, 2, 3, 3):

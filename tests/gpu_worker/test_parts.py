@@ -38,7 +38,7 @@ def test_parts_give_what_one_batch_gives(tiny_runner: ModelRunner, capacity: str
 @pytest.mark.parametrize("num_steps", [1, 5, 12, 20])
 def test_parts_are_the_same_despite_losses(tiny_runner: ModelRunner, tmp_path: Path, part: str, num_steps: int) -> None:
     (together,) = CoreWithRunners(tiny_runner, (2,)).run([request_of("n")])
-    system = CoreWithRunners(tiny_runner, (2,), max_batch_size=2, journal=tmp_path / "journal.sqlite")
+    system = CoreWithRunners(tiny_runner, (2,), max_batch_size=2, journal=tmp_path / "journal")
     system.submit(request_of("n"))
     for _ in range(num_steps):
         assert system.step()

@@ -116,7 +116,7 @@ def test_requests_end_with_the_right_tokens_under_any_settings(
         enable_block_reuse=draw.random() < 0.7,
         enable_chunked_context=chunked,
         pipeline_depth=draw.choice((1, 2, 3)),
-        journal=random.Random(-seed).choice(("off", "log", "sqlite")),
+        journal=random.Random(-seed).choice(("off", "log")),
     )
     check(config)
     model, folder = models(number)
@@ -145,7 +145,6 @@ def test_requests_end_with_the_right_tokens_under_any_settings(
         max_num_tokens=min(config.max_num_tokens, runner.max_num_tokens),
         pipeline_depth=config.pipeline_depth,
         journal=tmp_path / "journal" if config.journal != "off" else None,
-        journal_kind=config.journal,
         **{name: getattr(config, name) for name in names},
     )
     prefix = [draw.randrange(3, 331) for _ in range(33)]

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from midstream.model.folder import open_model_folder
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import loads_pb2, service_pb2_grpc
 from tests.integration.named_processes import NamedProcesses
 from tests.ports import free_ports

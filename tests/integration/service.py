@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from midstream.cli.health import probe_health
 from midstream.cli.run_dir import RunDir
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import generation_pb2 as pb
 from protos import service_pb2_grpc, stats_pb2
 

@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 
 from midstream.model.folder import open_model_folder
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import loads_pb2, scheduler_pb2_grpc, service_pb2_grpc
 from tests.fakes.resolver import publish
 from tests.integration.named_processes import NamedProcesses

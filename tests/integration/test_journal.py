@@ -56,11 +56,6 @@ async def num_accepted(stub: Stub, count: int) -> int:
     return await eventually(ask, lambda found: found == count, 60)
 
 
-@pytest.fixture(params=["log", "sqlite"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
     """Start all components but the scheduler."""
@@ -70,34 +65,13 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
 
 
 @pytest.fixture
-def parts(shared: Parts, tmp_path: Path, kind: str) -> Iterator[Parts]:
+def parts(shared: Parts, tmp_path: Path) -> Iterator[Parts]:
     """Start a scheduler whose journal and log file are new, in the test's folder."""
-    shared.folder, shared.flags = tmp_path, ("--journal", kind)
+    shared.folder, shared.flags = tmp_path, ()
     shared.start("scheduler")
     yield shared
     shared.kill("scheduler")
     shared.hold.unlink(missing_ok=True)
-
-
-# tests/faults/test_service_faults.py runs this with the other kind of journal.
-@pytest.mark.parametrize("kind", ["sqlite"])
-async def test_streams_continue_after_a_kill_of_the_scheduler(parts: Parts) -> None:
-    async with parts.stub() as stub:
-        half_way = asyncio.Event()
-        parts.hold.touch()  # the streams are still running when the process is killed, however busy the machine is
-        streams = [asyncio.create_task(read(stub, first, half_way)) for first in (1000, 2000, 3000)]
-        await half_way.wait()
-        assert await num_accepted(stub, 3) == 3
-        await asyncio.to_thread(parts.kill, "scheduler")
-        parts.hold.unlink()
-        await asyncio.sleep(BACKOFF_S)
-        parts.start("scheduler")
-        results = await asyncio.gather(*streams)
-    for first, (received, longest) in zip((1000, 2000, 3000), results, strict=True):
-        assert received == list(range(first + 1, first + 1 + NUM_TOKENS))
-        assert longest < 40, "limit that detects a hang; the goal is measured on an idle machine"
-    print(f"longest time without a token: {max(longest for _, longest in results):.2f} s")
-    assert '"num_unfinished": 3' in parts.log("scheduler")
 
 
 async def test_a_scheduler_with_a_full_disk_yields_to_its_successor(parts: Parts, tmp_path: Path) -> None:
@@ -171,16 +145,7 @@ async def _first_of(stub: Stub, request: GenerateRequest) -> None:
 
 def _num_journal_bytes(folder: Path) -> int:
     """Return the number of bytes in the current file of the journal."""
-    log = folder / "journal-wal"
-    return len((log if log.exists() else folder / "journal" / "00000001.log").read_bytes().rstrip(b"\0"))
-
-
-def _remove_journal(folder: Path) -> None:
-    for path in folder.glob("journal*"):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    return len((folder / "journal" / "00000001.log").read_bytes().rstrip(b"\0"))
 
 
 async def test_a_journal_deleted_while_in_use_is_recreated_and_a_successor_continues(
@@ -192,7 +157,7 @@ async def test_a_journal_deleted_while_in_use_is_recreated_and_a_successor_conti
         streams = [asyncio.create_task(read(stub, first, half_way)) for first in (1000, 2000)]
         await half_way.wait()
         assert await num_accepted(stub, 2) == 2
-        _remove_journal(tmp_path)
+        shutil.rmtree(tmp_path / "journal")
         await asyncio.to_thread(parts.wait_for_log, "scheduler", "began a new journal")
         await asyncio.to_thread(parts.kill, "scheduler")
         parts.hold.unlink()
@@ -204,14 +169,12 @@ async def test_a_journal_deleted_while_in_use_is_recreated_and_a_successor_conti
     assert '"num_unfinished": 2' in parts.log("scheduler")
 
 
-async def test_a_scheduler_that_was_replaced_ends_without_a_further_write(
-    parts: Parts, tmp_path: Path, kind: str
-) -> None:
+async def test_a_scheduler_that_was_replaced_ends_without_a_further_write(parts: Parts, tmp_path: Path) -> None:
     path = str(tmp_path / "journal")
     async with parts.stub() as stub:
         await read(stub, 1000, asyncio.Event())
         port, worker_port = free_ports(2)
-        flags = ["--port", str(port), "--worker-port", str(worker_port), "--journal", kind]
+        flags = ["--port", str(port), "--worker-port", str(worker_port)]
         command = python_command("scheduler", *flags, "--journal-path", path)
         successor = await asyncio.to_thread(subprocess.Popen, command, env=environment(), stderr=subprocess.DEVNULL)
         try:
@@ -223,9 +186,9 @@ async def test_a_scheduler_that_was_replaced_ends_without_a_further_write(
     assert "superseded" in parts.log("scheduler")
 
 
-def test_a_journal_that_cannot_be_opened_is_named(kind: str) -> None:
+def test_a_journal_that_cannot_be_opened_is_named() -> None:
     path = "/proc/nowhere/journal"
-    flags = ["--port", "0", "--worker-port", "0", "--journal", kind, "--journal-path", path]
+    flags = ["--port", "0", "--worker-port", "0", "--journal-path", path]
     command = python_command("scheduler", *flags)
     result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 1

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from midstream.model.folder import open_model_folder
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import generation_pb2 as pb
 from protos import loads_pb2, scheduler_pb2_grpc, service_pb2
 from tests.faults.small_model import make_small_model

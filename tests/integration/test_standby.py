@@ -18,11 +18,11 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from midstream.errors import ConfigError
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import loads_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scheduler.journal import DeposedError, postgres
-from scheduler.journal.postgres import LEASE_S, PostgresStore
-from scheduler.journal.store import SCHEMA_VERSION, Transaction, seal
+from scheduler.journal.postgres import LEASE_S, SCHEMA_VERSION, PostgresStore
+from scheduler.journal.store import Transaction, seal
 from tests.integration.parts import START_TIMEOUT_S, Parts, running
 from tests.integration.postgres import has_pooler, pooler, postgres_server
 from tests.integration.service import collect, eventually, tokens
@@ -172,8 +172,8 @@ async def test_a_standby_takes_over_from_a_suspended_scheduler(database: str, tm
                 await asyncio.to_thread(new.wait_for_log, "scheduler", "waiting for the journal's lease")
                 old.hold.touch()  # the stream does not end before the scheduler is suspended
                 await stub.Submit(scheduler_pb2.SubmitRequest(request=request), wait_for_ready=True)
-                feed = await Feed(stub).open()
-                await feed.attach(1, "a")
+                feed = await Feed.open(stub)
+                feed.reader.attach(1, "a")
                 while len(feed.tokens.get(1, [])) < NUM_TOKENS // 4:
                     await feed.read()
                 old.processes["scheduler"].send_signal(signal.SIGSTOP)
@@ -191,8 +191,8 @@ async def _read_all(port: int) -> list[int]:
     async with open_channel(f"127.0.0.1:{port}") as channel:
         stub = cast("SchedulerAsyncStub", scheduler_pb2_grpc.SchedulerStub(channel))
         await stub.GetLoads(loads_pb2.GetLoadsRequest(), wait_for_ready=True, timeout=60)
-        feed = await Feed(stub).open()
-        await feed.attach(1, "a")
+        feed = await Feed.open(stub)
+        feed.reader.attach(1, "a")
         await feed.read_until(1)
         received: list[int] = feed.tokens[1]
     return received

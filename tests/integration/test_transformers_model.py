@@ -16,7 +16,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import generation_pb2 as pb
 from protos import loads_pb2, openengine_pb2_grpc
 from protos import openengine_pb2 as oe

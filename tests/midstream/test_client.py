@@ -35,8 +35,9 @@ from midstream.errors import (
     OverloadedError,
     UnavailableError,
 )
+from midstream.rpc.channel import open_channel
 from midstream.rpc.health import Progress
-from midstream.rpc.serving import Server, open_channel
+from midstream.rpc.serving import Server
 from protos import generation_pb2 as pb
 from protos import loads_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
 

@@ -1,4 +1,4 @@
-"""gRPC's interoperability cases, with gRPC's own client, for each server that can serve the router's port.
+"""gRPC's interoperability cases, with gRPC's own client.
 
 One test runs them with another implementation: `npm install --prefix DIR @grpc/grpc-js`, then
 `TEST_NODE_MODULES=DIR/node_modules pytest tests/midstream/test_grpc_interop.py -k another`.
@@ -56,18 +56,12 @@ class InteropServer:
         await asyncio.wait_for(asyncio.to_thread(case), WAIT_S)
 
 
-def _server_of(kind: str) -> grpc.aio.Server:
-    if kind == "own":
-        return GrpcServer(max_receive_bytes=MAX_MESSAGE_BYTES)
-    return grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.so_reuseport", 0)])
-
-
-@pytest_asyncio.fixture(params=["grpcio", "own"])
-async def interop(request: pytest.FixtureRequest) -> AsyncIterator[InteropServer]:
-    server = _server_of(request.param)
+@pytest_asyncio.fixture
+async def interop() -> AsyncIterator[InteropServer]:
+    server = GrpcServer(max_receive_bytes=MAX_MESSAGE_BYTES)
     servicer = InteropServicer()
     server.add_generic_rpc_handlers((handlers_of(servicer),))
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_port("127.0.0.1", 0)
     await server.start()
     options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -22,11 +21,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from midstream import errors
+from midstream.rpc.channel import open_channel
 from midstream.rpc.errors import FIELD_KEY, error_from_rpc
 from midstream.rpc.health import Progress
 from midstream.rpc.http2 import GrpcServer, Limits
 from midstream.rpc.http2.wire import PREFACE
-from midstream.rpc.serving import Server, open_channel
+from midstream.rpc.serving import Server
 from midstream.telemetry import HttpServer, JsonFormatter, Metrics, TextFormatter, current_request_id
 from protos import loads_pb2, service_pb2_grpc
 from protos import stats_pb2 as stats
@@ -71,16 +71,10 @@ def raising(error: Exception | None = None) -> Raising:
     return Raising(error)  # type: ignore[abstract]  # the other calls stay unimplemented
 
 
-@pytest.fixture(params=["grpcio", "own"])
-def kind(request: pytest.FixtureRequest) -> str:
-    """Return an implementation of the server."""
-    return str(request.param)
-
-
 async def serve(
-    kind: str, servicer: Raising, progress: Progress | None = None
+    servicer: Raising, progress: Progress | None = None
 ) -> tuple[Server, service_pb2_grpc.MidstreamAsyncStub]:
-    server = Server(NAME, "127.0.0.1", 0, progress or Progress(), grpc_server=kind)
+    server = Server(NAME, "127.0.0.1", 0, progress or Progress())
     service_pb2_grpc.add_MidstreamServicer_to_server(servicer, server.grpc)
     await server.start()
     stub: Any = service_pb2_grpc.MidstreamStub(open_channel(f"127.0.0.1:{server.port}"))
@@ -96,9 +90,9 @@ async def serve(
     ],
 )
 async def test_a_midstream_error_becomes_its_status_and_comes_back_as_itself(
-    kind: str, error: errors.MidstreamError, code: grpc.StatusCode
+    error: errors.MidstreamError, code: grpc.StatusCode
 ) -> None:
-    server, stub = await serve(kind, raising(error))
+    server, stub = await serve(raising(error))
     with pytest.raises(grpc.aio.AioRpcError) as unary:
         await stub.Abort(loads_pb2.AbortRequest())
     with pytest.raises(grpc.aio.AioRpcError) as streaming:
@@ -112,8 +106,8 @@ async def test_a_midstream_error_becomes_its_status_and_comes_back_as_itself(
         assert getattr(back, "retry_after_ms", None) == getattr(error, "retry_after_ms", None)
 
 
-async def test_a_slow_network_needs_no_more_than_one_connection(kind: str) -> None:
-    server, _ = await serve(kind, raising())
+async def test_a_slow_network_needs_no_more_than_one_connection() -> None:
+    server, _ = await serve(raising())
     num_connections = 0
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -134,8 +128,8 @@ async def test_a_slow_network_needs_no_more_than_one_connection(kind: str) -> No
     await server.stop()
 
 
-async def test_a_field_name_of_a_client_does_not_break_the_error(kind: str) -> None:
-    server, stub = await serve(kind, raising(errors.InvalidArgumentError("no such input", field="é\n" * 30_000)))
+async def test_a_field_name_of_a_client_does_not_break_the_error() -> None:
+    server, stub = await serve(raising(errors.InvalidArgumentError("no such input", field="é\n" * 30_000)))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await stub.Abort(loads_pb2.AbortRequest())
     await server.stop()
@@ -144,8 +138,8 @@ async def test_a_field_name_of_a_client_does_not_break_the_error(kind: str) -> N
 
 
 @pytest.mark.parametrize(("character", "num_bytes"), [("a", 1), ("%", 3), ("é", 6), ("東", 9), ("😈", 12)])
-async def test_a_long_error_is_cut_to_what_clients_accept(kind: str, character: str, num_bytes: int) -> None:
-    server, stub = await serve(kind, raising(errors.InvalidArgumentError(character * 5000, field="x")))
+async def test_a_long_error_is_cut_to_what_clients_accept(character: str, num_bytes: int) -> None:
+    server, stub = await serve(raising(errors.InvalidArgumentError(character * 5000, field="x")))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await stub.Abort(loads_pb2.AbortRequest())
     await server.stop()
@@ -153,8 +147,8 @@ async def test_a_long_error_is_cut_to_what_clients_accept(kind: str, character: 
     assert raised.value.details() == "x: " + character * ((4096 - len("x: ")) // num_bytes)
 
 
-async def test_an_unexpected_error_is_internal_and_reveals_nothing(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    server, stub = await serve(kind, raising(ValueError("secret path /etc/x")))
+async def test_an_unexpected_error_is_internal_and_reveals_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    server, stub = await serve(raising(ValueError("secret path /etc/x")))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await stub.Abort(loads_pb2.AbortRequest())
     await server.stop()
@@ -163,9 +157,9 @@ async def test_an_unexpected_error_is_internal_and_reveals_nothing(kind: str, ca
     assert "secret path" in caplog.text
 
 
-async def test_a_caller_that_disconnects_ends_the_generator_at_once(kind: str) -> None:
+async def test_a_caller_that_disconnects_ends_the_generator_at_once() -> None:
     servicer = raising()
-    server, stub = await serve(kind, servicer)
+    server, stub = await serve(servicer)
     call = stub.GetIterationStats(stats.GetIterationStatsRequest())
     await servicer.started.wait()
     call.cancel()
@@ -180,9 +174,9 @@ async def check(port: int, service: str = "") -> int:
         return int(response.status)
 
 
-async def test_health_follows_progress_and_reasons(kind: str) -> None:
+async def test_health_follows_progress_and_reasons() -> None:
     progress = Progress()
-    server, _ = await serve(kind, raising(), progress)
+    server, _ = await serve(raising(), progress)
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     assert await check(server.port) == await check(server.port, NAME) == serving
     with pytest.raises(grpc.aio.AioRpcError, match="no such service"):
@@ -203,9 +197,9 @@ async def test_health_follows_progress_and_reasons(kind: str) -> None:
     await server.stop()
 
 
-async def test_health_watch_reports_each_change(kind: str) -> None:
+async def test_health_watch_reports_each_change() -> None:
     progress = Progress()
-    server, _ = await serve(kind, raising(), progress)
+    server, _ = await serve(raising(), progress)
     async with open_channel(f"127.0.0.1:{server.port}") as channel:
         call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
@@ -214,9 +208,9 @@ async def test_health_watch_reports_each_change(kind: str) -> None:
     await server.stop()
 
 
-async def test_sigterm_lets_streams_finish_and_rejects_new_requests(kind: str) -> None:
+async def test_sigterm_lets_streams_finish_and_rejects_new_requests() -> None:
     servicer = raising()
-    server, stub = await serve(kind, servicer)
+    server, stub = await serve(servicer)
     call = stub.GetIterationStats(stats.GetIterationStatsRequest())
     await servicer.started.wait()
     running = asyncio.create_task(server.run_until_signal(drain_timeout_s=60))
@@ -233,9 +227,9 @@ async def test_sigterm_lets_streams_finish_and_rejects_new_requests(kind: str) -
     await asyncio.wait_for(running, WAIT_S)
 
 
-async def test_another_port_stops_at_the_same_time(kind: str) -> None:
+async def test_another_port_stops_at_the_same_time() -> None:
     servicer = raising()
-    server, stub = await serve(kind, servicer)
+    server, stub = await serve(servicer)
     call = stub.GetIterationStats(stats.GetIterationStatsRequest())
     await servicer.started.wait()
     left: asyncio.Queue[float] = asyncio.Queue()
@@ -249,9 +243,9 @@ async def test_another_port_stops_at_the_same_time(kind: str) -> None:
     await asyncio.wait_for(running, WAIT_S)
 
 
-async def test_calls_are_served_for_a_while_after_sigterm(kind: str) -> None:
+async def test_calls_are_served_for_a_while_after_sigterm() -> None:
     progress = Progress()
-    server, _ = await serve(kind, raising(), progress)
+    server, _ = await serve(raising(), progress)
     running = asyncio.create_task(server.run_until_signal(drain_timeout_s=2 * WAIT_S, drain_delay_s=2 * WAIT_S))
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -267,8 +261,8 @@ async def test_calls_are_served_for_a_while_after_sigterm(kind: str) -> None:
 
 
 @pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
-async def test_ctrl_c_and_a_second_signal_end_without_delay(kind: str, numbers: list[signal.Signals]) -> None:
-    server, _ = await serve(kind, raising())
+async def test_ctrl_c_and_a_second_signal_end_without_delay(numbers: list[signal.Signals]) -> None:
+    server, _ = await serve(raising())
     running = asyncio.create_task(server.run_until_signal(drain_timeout_s=2 * WAIT_S, drain_delay_s=2 * WAIT_S))
     await asyncio.sleep(0)
     for number in numbers:
@@ -277,8 +271,8 @@ async def test_ctrl_c_and_a_second_signal_end_without_delay(kind: str, numbers: 
     await asyncio.wait_for(running, WAIT_S)
 
 
-async def test_the_delay_is_part_of_the_drain_time(kind: str) -> None:
-    server, _ = await serve(kind, raising())
+async def test_the_delay_is_part_of_the_drain_time() -> None:
+    server, _ = await serve(raising())
     left: list[float] = []
 
     async def stop_other_port(seconds: float) -> None:
@@ -293,8 +287,8 @@ async def test_the_delay_is_part_of_the_drain_time(kind: str) -> None:
     assert left == [0]
 
 
-async def test_a_second_signal_also_ends_the_draining_of_another_port(kind: str) -> None:
-    server, _ = await serve(kind, raising())
+async def test_a_second_signal_also_ends_the_draining_of_another_port() -> None:
+    server, _ = await serve(raising())
     left: list[float] = []
     begun, ended = asyncio.Event(), asyncio.Event()
 
@@ -315,9 +309,9 @@ async def test_a_second_signal_also_ends_the_draining_of_another_port(kind: str)
     assert left[1:] == [0]
 
 
-async def test_a_stream_longer_than_the_drain_is_cut(kind: str) -> None:
+async def test_a_stream_longer_than_the_drain_is_cut() -> None:
     servicer = raising()
-    server, stub = await serve(kind, servicer)
+    server, stub = await serve(servicer)
     call = stub.GetIterationStats(stats.GetIterationStatsRequest())
     await servicer.started.wait()
     await server.stop(drain_timeout_s=0.05)
@@ -326,28 +320,11 @@ async def test_a_stream_longer_than_the_drain_is_cut(kind: str) -> None:
     assert servicer.cleaned.is_set()
 
 
-async def test_a_taken_port_is_an_error(kind: str) -> None:
-    server = Server(NAME, "127.0.0.1", 0, Progress(), grpc_server=kind)
+async def test_a_taken_port_is_an_error() -> None:
+    server = Server(NAME, "127.0.0.1", 0, Progress())
     with pytest.raises(OSError, match="cannot listen"):
-        Server(NAME, "127.0.0.1", server.port, Progress(), grpc_server=kind)
+        Server(NAME, "127.0.0.1", server.port, Progress())
     await server.stop()
-
-
-async def test_without_hpack_the_default_is_grpcs_server(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    server = Server(NAME, "127.0.0.1", 0, Progress())
-    assert isinstance(server.grpc, GrpcServer)
-    assert server.limits_addresses
-    await server.stop()
-    monkeypatch.setitem(sys.modules, "hpack", None)
-    server = Server(NAME, "127.0.0.1", 0, Progress())
-    assert not isinstance(server.grpc, GrpcServer)
-    assert not server.limits_addresses
-    await server.stop()
-    assert "hpack is not installed" in caplog.text
-    with pytest.raises(errors.ConfigError, match="grpc_server: own requires the package hpack"):
-        Server(NAME, "127.0.0.1", 0, Progress(), grpc_server="own")
 
 
 async def test_connections_are_limited_in_total_and_for_an_address() -> None:
@@ -449,9 +426,8 @@ def test_a_log_line_is_json_with_the_request_id() -> None:
     assert FIELD_KEY == "midstream-field"
 
 
-async def test_a_burst_of_calls_is_answered_in_full(kind: str) -> None:
-    """With 1,000 or more waiting calls, gRPC itself cancels some of them at random."""
-    server = Server("midstream.v1.Midstream", "127.0.0.1", 0, Progress(), grpc_server=kind)
+async def test_a_burst_of_calls_is_answered_in_full() -> None:
+    server = Server("midstream.v1.Midstream", "127.0.0.1", 0, Progress())
     await server.start()
     async with open_channel(f"127.0.0.1:{server.port}") as channel:
         await channel.channel_ready()

@@ -16,7 +16,7 @@ import openai
 
 from midstream.client import AsyncClient, SamplingParams
 from midstream.errors import MidstreamError
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import kserve_pb2, kserve_pb2_grpc
 from tests.integration.api_clients import plain_http, texts_of
 from tests.proxies.proxy import Proxy

@@ -17,13 +17,13 @@ from midstream.client import AsyncClient
 from midstream.config import RouterConfig
 from midstream.model.folder import ModelFolder, open_model_folder
 from midstream.model.tokenizer import Tokenizer
-from midstream.rpc.command_stream import LinkSettings
+from midstream.rpc.frame_link import LinkSettings
 from midstream.rpc.frames import FrameServer
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
 from midstream.telemetry import Metrics
 from midstream.text.incremental import DecoderFactory, decoder_factory
-from protos import detokenizer_pb2_grpc
+from protos import detokenizer_pb2_grpc, frames_pb2_grpc
 from protos.status_pb2 import RouterStatus
 from router.authentication import AuthenticatedApp, Authenticator
 from router.dashboard import dashboard_routes
@@ -124,9 +124,9 @@ def prompts_of(folder: ModelFolder) -> PromptBuilder:
 class Cluster:
     """The components that one test uses."""
 
-    def __init__(self, folder: ModelFolder, decoders: DecoderFactory, transport: str = "grpc") -> None:
+    def __init__(self, folder: ModelFolder, decoders: DecoderFactory) -> None:
         self.folder = folder
-        self.links = LinkSettings(MAX_MESSAGE, transport=transport)
+        self.links = LinkSettings(MAX_MESSAGE)
         self.decoders = decoders
         self.scheduler = scripted_scheduler()
         self.scheduler_address = ""
@@ -148,13 +148,12 @@ class Cluster:
             lambda _: None,
             tokenizer_fingerprint=tokenizer,
         )
-        frames = None
-        if self.links.transport == "frames":
-            frames = FrameServer("127.0.0.1", 0, max_message_bytes=MAX_MESSAGE)
-            await frames.start()
+        frames = FrameServer("127.0.0.1", 0, max_message_bytes=MAX_MESSAGE)
+        await frames.start()
         servicer = DetokenizerServicer(pool, self.decoders, max_pending_bytes, frames, tokenizer_fingerprint=tokenizer)
         server = Server("midstream.v1.Detokenizer", "127.0.0.1", port, Progress())
         detokenizer_pb2_grpc.add_DetokenizerServicer_to_server(servicer, server.grpc)
+        frames_pb2_grpc.add_FramesServicer_to_server(frames, server.grpc)
         await server.start()
         return self._keep(Part(server, servicer, asyncio.create_task(pool.run()), frames=frames))
 
@@ -190,7 +189,6 @@ class Cluster:
             Progress(),
             admit=admit_within(CallLimits(watchers), authenticator),
             receive=self.slots.read,
-            grpc_server="own",
         )
         metrics = Metrics()
         quotas, router_id = Quotas(metrics), f"router-{len(self.runners)}"

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from midstream.rpc.channel import open_channel
 from midstream.rpc.health import Progress
-from midstream.rpc.serving import Server, open_channel
+from midstream.rpc.serving import Server
 from protos import loads_pb2, service_pb2, service_pb2_grpc
 from router.authentication import Caller, current_caller
 from router.pipeline import call_turns

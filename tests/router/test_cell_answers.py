@@ -8,8 +8,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from midstream.rpc.command_stream import LinkSettings
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
+from midstream.rpc.frame_link import LinkSettings
 from protos import loads_pb2, service_pb2_grpc
 from router.pipeline.cells import Cell
 from tests.router.conftest import Cluster

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from unittest.mock import Mock
 
 import pytest
 
 from midstream.errors import UnavailableError
-from midstream.rpc.command_stream import LinkSettings
+from midstream.rpc.frame_link import LinkSettings
 from protos import detokenizer_pb2 as pb
 from protos import generation_pb2
 from router.pipeline.detokenizer_pool import DetokenizerLink, DetokenizerPool
@@ -70,14 +71,15 @@ async def test_a_detokenizer_that_comes_back_with_another_tokenizer_is_not_used(
     assert pool.num_live == 0
 
 
-async def test_a_request_that_arrives_while_a_detokenizer_connects_is_attached_to_it() -> None:
-    pool = pool_with()
-    link = pool.links["b"] = DetokenizerLink("b", LinkSettings(1 << 20), "", pool._live)
-    link._take(pb.StreamBatch(tokenizer_fingerprint="own"))  # read before the task that connects has run again
-    attaching = asyncio.create_task(pool.attach(ClientStream("r", 1 << 20)))
+async def test_a_request_that_waits_while_a_detokenizer_is_opened_is_attached() -> None:
+    """The first batch is read together with the welcome, and the request begins to wait before the link is open."""
+    pool, settings = pool_with(), LinkSettings(1 << 20)
+    link = pool.links["b"] = DetokenizerLink("b", settings, "", pool._live)
+    link._take(pb.StreamBatch(tokenizer_fingerprint="own"))
+    waiting = asyncio.create_task(pool.attach(ClientStream("r", 1 << 20)))
     await asyncio.sleep(0)
-    assert not attaching.done()
-    link.is_open = True
-    link._greet()
-    attachment = await asyncio.wait_for(attaching, 5)
-    assert attachment.link is link
+    link._lost = asyncio.get_running_loop().create_future()
+    running = asyncio.create_task(link._run_frames(Mock()))
+    assert (await asyncio.wait_for(waiting, 60)).link is link
+    running.cancel()
+    await asyncio.wait({running})

@@ -16,7 +16,7 @@ import pytest
 from midstream.client import AsyncClient
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from midstream.model.folder import open_model_folder
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import generation_pb2, service_pb2, service_pb2_grpc
 from router.pipeline.embedder import Embedder, EmbedInput, Pooling, VectorShape
 from tests.router.conftest import Cluster

@@ -10,8 +10,8 @@ from detokenizer import __main__ as detokenizer
 from detokenizer.feed import FeedPool
 from midstream.config import DetokenizerConfig, RouterConfig
 from midstream.errors import ExecutionError
-from midstream.rpc.command_stream import LinkSettings
 from midstream.rpc.discovery import Discovery
+from midstream.rpc.frame_link import LinkSettings
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
 from router import __main__ as router

@@ -29,7 +29,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from midstream.client import AsyncClient
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import kserve_pb2, openengine_pb2, service_pb2
 from router.protocols.fields import TABLES
 from tests.router.conftest import Cluster

@@ -89,7 +89,7 @@ async def test_a_forgotten_request_is_submitted_again(
     cluster.scheduler.requests.clear()
     await cluster.scheduler.start(port)
     await cluster.scheduler.until(lambda: len(cluster.scheduler.submits) == 2)
-    first, second = (submit.request for submit in cluster.scheduler.submits)
+    first, second = cluster.scheduler.submits
     assert first.SerializeToString(deterministic=True) == second.SerializeToString(deterministic=True)
     cluster.scheduler.emit("r", ids)
     cluster.scheduler.end("r")

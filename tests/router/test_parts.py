@@ -17,8 +17,8 @@ from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage
 from midstream.errors import ConfigError, OverloadedError, UnavailableError
 from midstream.extras import Extras, LogProbs, Tensor
 from midstream.rpc import discovery
-from midstream.rpc.command_stream import LinkSettings
 from midstream.rpc.discovery import Discovery
+from midstream.rpc.frame_link import LinkSettings
 from midstream.telemetry import Metrics
 from protos import generation_pb2 as pb
 from protos.loads_pb2 import CellLoad

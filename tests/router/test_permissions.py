@@ -19,7 +19,7 @@ from starlette.routing import Route
 from midstream.client import AsyncClient
 from midstream.config import RouterConfig
 from midstream.errors import InvalidArgumentError, PermissionDeniedError
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from midstream.security.peer_names import PeerCertificate
 from protos import generation_pb2 as pb
 from protos import kserve_pb2, loads_pb2, openengine_pb2, service_pb2

@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from midstream.client import AsyncClient, Result
 from midstream.config import RouterConfig
 from midstream.model.tokenizer import Tokenizer
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import generation_pb2, loads_pb2, service_pb2_grpc
 from router import __main__ as router
 from tests.detokenizer.scripted_scheduler import ScriptedScheduler, scripted_scheduler

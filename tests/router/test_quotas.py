@@ -20,7 +20,7 @@ from midstream.client import AsyncClient, SamplingParams
 from midstream.errors import ConfigError, DeadlineError, InvalidArgumentError, OverloadedError
 from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from midstream.telemetry import Metrics
 from midstream.text.incremental import DecoderFactory
 from protos import generation_pb2 as pb

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from midstream.client import AsyncClient, Result
 from midstream.model.tokenizer import Tokenizer
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from tests.router.client_streams import PROMPT
 from tests.router.conftest import Cluster
 

@@ -11,7 +11,7 @@ import pytest
 from midstream import errors
 from midstream.client import FinishReason
 from midstream.model.tokenizer import Tokenizer
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import generation_pb2 as pb
 from protos import service_pb2, service_pb2_grpc
 from router.pipeline import generation

@@ -16,9 +16,10 @@ from grpc_health.v1 import health_pb2
 
 from midstream.client import AsyncClient
 from midstream.errors import OverloadedError
-from midstream.rpc.command_stream import LinkSettings
+from midstream.rpc.channel import open_channel
+from midstream.rpc.frame_link import LinkSettings
 from midstream.rpc.health import Progress
-from midstream.rpc.serving import Server, open_channel
+from midstream.rpc.serving import Server
 from protos import scheduler_pb2_grpc, stats_pb2, status_pb2
 from router.authentication import Authenticator, TokenFile
 from router.pipeline.cells import Cell, Cells
@@ -51,7 +52,7 @@ async def first_tokens(cluster: Cluster, client: AsyncClient, count: int) -> lis
         stream = client.generate(token_ids=[1, 2, 3], timeout_s=60)
         first = asyncio.ensure_future(anext(stream))
         await scheduler.until(lambda before=before: len(scheduler.submits) > before)
-        request_id = scheduler.submits[-1].request.request_id
+        request_id = scheduler.submits[-1].request_id
         scheduler.emit(request_id, [5 + number])
         await first
         times.append(time.monotonic() - began)

@@ -12,7 +12,7 @@ import pytest
 from midstream import errors
 from midstream.client import FinishReason, SamplingParams
 from midstream.model.tokenizer import Tokenizer
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import generation_pb2 as pb
 from protos import service_pb2_grpc
 from tests.router.client_streams import PROMPT, OpenClient, collect
@@ -64,7 +64,7 @@ async def test_the_scheduler_gets_a_checked_and_filled_request(
         await cluster.scheduler.until(lambda: cluster.scheduler.submits)
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
-    submitted = cluster.scheduler.submits[0].request
+    submitted = cluster.scheduler.submits[0]
     assert list(submitted.token_ids.values) == tokenizer.encode("Hello there")
     assert submitted.request_id == "a"
     assert submitted.model == "smollm2"

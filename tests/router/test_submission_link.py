@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import grpc
 import pytest
 
 from midstream.errors import DeadlineError, InvalidArgumentError, MidstreamError, OverloadedError, UnavailableError
-from midstream.rpc.command_stream import LinkSettings
+from midstream.rpc.frame_link import LinkSettings
 from midstream.rpc.frames import FrameConnection, FrameServer
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
@@ -33,17 +32,13 @@ class OneScheduler(scheduler_pb2_grpc.SchedulerServicer):
 
     def __init__(self) -> None:
         self.answer: Answer = accept
-        self.frames: FrameServer | None = FrameServer("127.0.0.1", 0, max_message_bytes=MAX_BYTES)
+        self.frames = FrameServer("127.0.0.1", 0, max_message_bytes=MAX_BYTES)
         self.connections: list[FrameConnection] = []
         self.num_calls = 0
 
     async def OpenSubmissions(  # noqa: N802
         self, request: frames_pb2.OpenFramesRequest, context: Any
     ) -> frames_pb2.FramesOffer:
-        if self.frames is None:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a scheduler of an earlier version")
-        assert self.frames is not None
-
         def open_(connection: FrameConnection) -> Submissions:
             self.connections.append(connection)
             return Submissions(_Scripted(self), connection)
@@ -76,7 +71,6 @@ class _Scripted:
 @pytest.fixture
 async def scheduler() -> AsyncIterator[OneScheduler]:
     servicer = OneScheduler()  # type: ignore[abstract]  # the other calls stay unimplemented
-    assert servicer.frames is not None
     frames = servicer.frames
     server = Server("midstream.v1.Scheduler", "127.0.0.1", 0, Progress(), max_message_bytes=MAX_BYTES)
     scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server.grpc)
@@ -91,7 +85,7 @@ async def scheduler() -> AsyncIterator[OneScheduler]:
 @pytest.fixture
 async def cell(scheduler: OneScheduler) -> AsyncIterator[Cell]:
     address = scheduler.address  # type: ignore[attr-defined]
-    cell = Cell("cell", address, LinkSettings(MAX_BYTES, transport="frames"))
+    cell = Cell("cell", address, LinkSettings(MAX_BYTES))
     async with asyncio.timeout(WAIT_S):
         is_open = False
         while not is_open:
@@ -233,12 +227,3 @@ async def test_a_request_over_a_lower_limit_of_the_scheduler_is_invalid(schedule
         await submit(cell, "a", prompt="x" * (MAX_BYTES + 1))
     assert raised.value.field == "prompt"
     await cell.close()
-
-
-async def test_a_scheduler_without_frames_is_called(scheduler: OneScheduler) -> None:
-    frames, scheduler.frames = scheduler.frames, None
-    cell = Cell("cell", scheduler.address, LinkSettings(MAX_BYTES, transport="frames"))  # type: ignore[attr-defined]
-    assert (await submit(cell, "abc")).num_sequences == 3
-    assert scheduler.num_calls == 1
-    await cell.close()
-    scheduler.frames = frames

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from midstream.config import SchedulerConfig
 from midstream.model.folder import ModelFolder
-from midstream.rpc.serving import open_channel
-from protos import generation_pb2, scheduler_pb2, stats_pb2
+from midstream.rpc import frames
+from midstream.rpc.channel import open_channel
+from midstream.rpc.frames import FrameConnection
+from protos import frames_pb2, generation_pb2, scheduler_pb2, stats_pb2
 from protos.scheduler_pb2_grpc import SchedulerStub
 from scheduler.service import SchedulerService
 from tests.fakes.worker import FakeWorker, FakeWorkerConfig
@@ -34,6 +36,62 @@ MODEL = ModelFolder(
     config={},
 )
 WAIT_S = 20
+
+
+class FeedReader:
+    """A detokenizer's end of a token feed.
+
+    Attributes:
+        lost: Set when the feed has ended.
+    """
+
+    def __init__(self) -> None:
+        self.lost = asyncio.Event()
+        self._batches: asyncio.Queue[scheduler_pb2.FeedBatch | None] = asyncio.Queue()
+        self._connection: FrameConnection | None = None
+
+    @classmethod
+    async def open(cls, stub: Any, name: str = "d") -> Self:
+        """Open the feed of a scheduler, and say hello."""
+        reader = await cls.connect(stub)
+        reader.send(hello=scheduler_pb2.FeedHello(detokenizer_id=name))
+        return reader
+
+    @classmethod
+    async def connect(cls, stub: Any) -> Self:
+        reader, offer = cls(), await stub.OpenTokenFeed(frames_pb2.OpenFramesRequest())
+        reader._connection = await frames.connect(offer, "127.0.0.1:1", reader, max_message_bytes=64 << 20)
+        return reader
+
+    def attach(self, stream: int, request_id: str) -> None:
+        self.send(attach=scheduler_pb2.FeedAttach(stream=stream, request_id=request_id))
+
+    def send(self, **command: Any) -> None:
+        assert self._connection is not None
+        self._connection.send(scheduler_pb2.FeedCommand(**command))
+
+    async def read(self) -> scheduler_pb2.FeedBatch:
+        """Return the next batch."""
+        batch = await asyncio.wait_for(self._batches.get(), WAIT_S)
+        assert batch is not None, "the feed has ended"
+        return batch
+
+    def close(self) -> None:
+        """End the feed as a crash would."""
+        assert self._connection is not None
+        self._connection.fail(ConnectionAbortedError())
+
+    # FrameHandler
+
+    def take(self, body: bytes) -> None:
+        self._batches.put_nowait(scheduler_pb2.FeedBatch.FromString(body))
+
+    def resume(self) -> None:
+        pass
+
+    def lose(self, error: Exception | None) -> None:
+        self.lost.set()
+        self._batches.put_nowait(None)
 
 
 class RunningScheduler:

@@ -34,7 +34,8 @@ from scheduler.edge import lora_registry
 from scheduler.edge.lora_registry import Adapters
 from scheduler.edge.metrics import used_loras
 from scheduler.journal import LoadedAdapter
-from scheduler.journal.sqlite import SqliteStore
+from scheduler.journal.log import LogStore
+from scheduler.journal.log_folder import LogFolder
 from scheduler.journal.threaded import ThreadedJournal
 from scheduler.wire.requests import spec_from_proto
 from tests.scheduler.harness import LIMITS, Harness
@@ -82,7 +83,7 @@ class JournaledAdapters:
         self.workers = Workers(answer)
 
     async def __aenter__(self) -> JournaledAdapters:
-        self.journal = ThreadedJournal(SqliteStore(self.path), LIMITS, "print", SteadyClock())
+        self.journal = ThreadedJournal(LogStore(LogFolder(self.path)), LIMITS, "print", SteadyClock())
         contents = await self.journal.open(lambda error: None)
         self.adapters = Adapters(
             contents.adapters,
@@ -100,7 +101,7 @@ class JournaledAdapters:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "journal.sqlite"
+    return tmp_path / "journal"
 
 
 async def test_a_loaded_adapter_survives_a_restart_of_the_scheduler(path: Path) -> None:

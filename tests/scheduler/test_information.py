@@ -17,8 +17,8 @@ async def test_information_about_the_cell() -> None:
     async with run_scheduler(name="cell one") as scheduler:
         await scheduler.worker(group_id="one", num_blocks=100)
         await scheduler.submit("a", [1] * 20, 1000)
-        feed = await Feed(scheduler.stub, "d1").open()
-        await feed.attach(1, "a")
+        feed = await Feed.open(scheduler.stub, "d1")
+        feed.reader.attach(1, "a")
         await feed.read()
         info = await scheduler.stub.GetServerInfo(loads_pb2.GetServerInfoRequest())
         assert [(group.group_id, group.num_blocks) for group in info.worker_groups] == [("one", 100)]

@@ -17,26 +17,21 @@ from scheduler.core.effects import RequestForgotten
 from scheduler.core.events import StopWordFound
 from scheduler.core.request import FinishReason
 from scheduler.journal.documents import DocumentKey
-from tests.scheduler.running_scheduler import RunningScheduler, run_scheduler, until
+from tests.scheduler.running_scheduler import FeedReader, RunningScheduler, run_scheduler, until
 
 
 async def read(scheduler: RunningScheduler, request_id: str) -> tuple[list[int], int]:
     """Return what a detokenizer receives for a request: its tokens, and the status code if there was an error."""
-    feed = scheduler.stub.TokenFeed()
-    await feed.write(scheduler_pb2.FeedCommand(hello=scheduler_pb2.FeedHello(detokenizer_id="d")))
-    attach = scheduler_pb2.FeedAttach(stream=1, request_id=request_id)
-    await feed.write(scheduler_pb2.FeedCommand(attach=attach))
+    feed = await FeedReader.open(scheduler.stub)
+    feed.attach(1, request_id)
     tokens: list[int] = []
-    async for batch in feed:
+    while True:
+        batch = await feed.read()
         tokens += batch.token_ids
-        for opened in batch.opened:
-            if opened.error.code:
-                feed.cancel()
-                return tokens, opened.error.code
-        if batch.ended:
-            feed.cancel()
-            return tokens, 0
-    raise AssertionError("the feed ended")
+        code = next((opened.error.code for opened in batch.opened), 0)
+        if code or batch.ended:
+            feed.close()
+            return tokens, code
 
 
 async def get(scheduler: RunningScheduler, request_id: str) -> scheduler_pb2.GetRequestResponse:
@@ -56,7 +51,7 @@ def forgotten(scheduler: RunningScheduler, request_id: str) -> bool:
 
 
 def settings(tmp_path: Path, **fields: Any) -> dict[str, Any]:
-    return {"journal": "sqlite", "journal_path": str(tmp_path / "journal.sqlite"), "finished_ttl_s": 0.05, **fields}
+    return {"journal": "log", "journal_path": str(tmp_path / "journal"), "finished_ttl_s": 0.05, **fields}
 
 
 async def test_a_kept_request_is_read_again_after_it_was_forgotten_and_after_a_restart(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from scheduler.core.events import AbortRequested, Recovered, WeightsHashed
 from scheduler.core.failure import UNAVAILABLE
 from scheduler.core.kind import Kind
 from scheduler.core.request import FinishReason, Request
-from scheduler.journal.sqlite import SqliteStore
+from scheduler.journal.log import LogStore
+from scheduler.journal.log_folder import LogFolder
 from tests.scheduler.harness import MS, Harness
 from tests.scheduler.test_journal import JournaledCore
 
@@ -221,13 +222,13 @@ def test_a_move_between_groups_that_turn_out_to_differ_is_reported_afterwards() 
 
 def test_a_restarted_scheduler_keeps_the_kind(tmp_path: Path) -> None:
     settings = {"no_worker_timeout_ns": WAIT_MS * MS}
-    first = JournaledCore(SqliteStore(tmp_path / "j"), **settings)
+    first = JournaledCore(LogStore(LogFolder(tmp_path / "j")), **settings)
     first.harness.add_group("g", kind=PLAIN)
     first.submit("r", [5, 6, 7], 6)
     first.step()
     first.step()
     first.store.close()
-    second = JournaledCore(SqliteStore(tmp_path / "j"), **settings)
+    second = JournaledCore(LogStore(LogFolder(tmp_path / "j")), **settings)
     harness = second.harness
     request = request_of(harness, "r")
     assert request.kind == PLAIN
@@ -242,7 +243,7 @@ def test_a_restarted_scheduler_keeps_the_kind(tmp_path: Path) -> None:
     assert kinds_set(harness) == [("r", "int8", (num_known,), True)]
     second.keep(harness.effects)
     second.store.close()
-    third = JournaledCore(SqliteStore(tmp_path / "j"))
+    third = JournaledCore(LogStore(LogFolder(tmp_path / "j")))
     assert request_of(third.harness, "r").kind_changed_at == (num_known,)
     assert request_of(third.harness, "r").counters.num_kind_changes == 1
 

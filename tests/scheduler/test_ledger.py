@@ -13,7 +13,7 @@ from protos import generation_pb2 as pb
 from protos import ledger_pb2, scheduler_pb2
 from scheduler.core.events import StopWordFound
 from scheduler.journal.documents import Documents
-from tests.scheduler.running_scheduler import RunningScheduler, run_scheduler, until
+from tests.scheduler.running_scheduler import FeedReader, RunningScheduler, run_scheduler, until
 from tests.scheduler.test_kept_requests import forgotten, read, settings
 
 
@@ -151,22 +151,20 @@ async def test_a_stop_word_in_the_last_tokens_changes_the_ledger_entry(tmp_path:
         for name in ("a", "b"):
             await scheduler.submit(name, [1, 2, 3], max_tokens=6, detached=True, stopping=stopping)
             await entries(scheduler, 1)
-        feed = scheduler.stub.TokenFeed()
-        await feed.write(scheduler_pb2.FeedCommand(hello=scheduler_pb2.FeedHello(detokenizer_id="d")))
+        feed = await FeedReader.open(scheduler.stub)
         for stream, name in enumerate(("a", "b"), 1):
-            attach = scheduler_pb2.FeedAttach(stream=stream, request_id=name)
-            await feed.write(scheduler_pb2.FeedCommand(attach=attach))
+            feed.attach(stream, name)
         num_ended = 0
         while num_ended < 2:
             num_ended += len((await feed.read()).ended)
         stop = scheduler_pb2.FeedStop(stream=1, sequence_index=0, num_tokens=5, stop_word="x")
-        await feed.write(scheduler_pb2.FeedCommand(stop=stop))
+        feed.send(stop=stop)
         async with asyncio.timeout(240):
             while summary(await entries(scheduler, 2)) != {"a": ("", 3, 5), "b": ("", 3, 6)}:  # noqa: ASYNC110 (a thread writes it)
                 await asyncio.sleep(0.05)
         reasons = {entry.request_id: entry.finish_reason for entry in await entries(scheduler, 2)}
         assert reasons == {"a": pb.FINISH_REASON_STOP, "b": pb.FINISH_REASON_LENGTH}
-        feed.cancel()
+        feed.close()
 
 
 async def test_it_can_be_off(tmp_path: Path) -> None:

@@ -30,13 +30,12 @@ from scheduler.journal.adapters import encode_adapter
 from scheduler.journal.frames import Frame, frame, frames
 from scheduler.journal.log import VERSION, LogStore
 from scheduler.journal.log_folder import LogFolder
-from scheduler.journal.sqlite import SqliteStore
-from scheduler.journal.store import Store, Transaction, seal
+from scheduler.journal.store import Transaction, seal
 from scheduler.journal.threaded import ThreadedJournal
-from scheduler.service import _file_store, make_journal
+from scheduler.service import make_journal
 from tests.scheduler.harness import LIMITS
 from tests.scheduler.power_cut import PATH, InterruptedDisk, PowerCut
-from tests.scheduler.test_journal import JournaledCore, begin
+from tests.scheduler.test_journal import begin
 
 CLOCK = SteadyClock()
 PRINT = "print"
@@ -449,44 +448,8 @@ def test_a_lock_that_is_not_released_is_named(tmp_path: Path, monkeypatch: pytes
     first.close()
 
 
-def settings_for(path: Path, kind: str = "log") -> SchedulerConfig:
-    return SchedulerConfig(journal=kind, journal_path=str(path))
-
-
-def journal_at(path: Path) -> Store:
-    return _file_store(settings_for(path), path)
-
-
-@pytest.mark.parametrize(
-    ("path", "log"),
-    [("journal", "journal"), ("journal.sqlite", "journal.sqlite.log")],
-    ids=["beside it", "in its place"],
-)
-def test_a_journal_of_version_0_1_moves_into_the_log(tmp_path: Path, path: str, log: str) -> None:
-    """Version 0.1 has written a completed request, a request with two sequences, an incomplete request, and an
-    adapter.
-    """
-    old = tmp_path / "journal.sqlite"
-    shutil.copy(Path(__file__).parent / "journals" / "0.1.sqlite", old)
-    still_there = SqliteStore(old)
-    epoch = still_there.take_over(least_epoch=1)
-    core = JournaledCore(journal_at(tmp_path / path))
-    core.harness.add_group()
-    assert core.epoch > epoch
-    assert [adapter.name for adapter in core.adapters] == ["ada"]
-    assert (core.output("ended"), core.output("half way")) == ([8, 9, 10], [71, 72, 73, 74, 75])
-    assert [core.output("two sequences", index) for index in (0, 1)] == [[61, 62, 63, 64, 65], [61, 62, 63, 64]]
-    with pytest.raises(DeposedError):
-        still_there.check()
-    assert (still_there.read().requests, still_there.read().adapters) == ([], [])
-    still_there.close()
-    core.run()
-    core.store.close()
-    assert (tmp_path / log).is_dir()
-    again = JournaledCore(journal_at(tmp_path / path))
-    assert again.output("half way") == list(range(71, 91))
-    assert again.num_damaged == 0
-    again.store.close()
+def settings_for(path: Path) -> SchedulerConfig:
+    return SchedulerConfig(journal_path=str(path))
 
 
 async def test_journals_whose_names_differ_after_a_dot_share_no_file(tmp_path: Path) -> None:
@@ -506,26 +469,12 @@ async def test_journals_whose_names_differ_after_a_dot_share_no_file(tmp_path: P
         await journal.close()
 
 
-def test_a_move_that_was_cut_off_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copy(Path(__file__).parent / "journals" / "0.1.sqlite", tmp_path / "journal.sqlite")
-    with monkeypatch.context() as patch:
-        patch.setattr(LogStore, "lay_down", lambda *_: (_ for _ in ()).throw(PowerCut))
-        with pytest.raises(PowerCut):
-            journal_at(tmp_path / "journal").take_over(1)
-    assert not (tmp_path / "journal").exists()
-    core = JournaledCore(journal_at(tmp_path / "journal"))
-    assert core.output("ended") == [8, 9, 10]
-    core.store.close()
-
-
 def test_a_file_that_is_not_a_journal_is_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     path.write_text("mine", encoding="utf-8")
-    with pytest.raises(ConfigError, match="is not a journal"):
-        journal_at(path)
+    with pytest.raises(ConfigError, match="is a file"):
+        make_journal(settings_for(path), cast("Any", None), LIMITS, 0, CLOCK)
     assert path.read_text(encoding="utf-8") == "mine"
-    with pytest.raises(ConfigError, match="is a folder"):
-        _file_store(settings_for(tmp_path, "sqlite"), tmp_path)
 
 
 @pytest.mark.parametrize("is_marked", [False, True])

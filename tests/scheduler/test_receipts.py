@@ -28,7 +28,7 @@ from scheduler.journal.log_folder import LogFolder
 from scheduler.journal.records import replay
 from scheduler.journal.store import StoredJournal, seal, unseal
 from tests.scheduler.harness import LIMITS
-from tests.scheduler.running_scheduler import RunningScheduler, run_scheduler, until
+from tests.scheduler.running_scheduler import FeedReader, RunningScheduler, run_scheduler, until
 from tests.scheduler.test_kept_requests import forgotten, read
 from tests.scheduler.test_ledger import entries
 
@@ -169,9 +169,8 @@ async def test_a_stop_word_found_after_the_end_is_in_the_receipt(tmp_path: Path)
         await scheduler.worker()
         stopping = pb.StoppingConfig(stop_words=["x"])
         await scheduler.submit("a", [1, 2, 3], max_tokens=100, detached=True, stopping=stopping)
-        feed = scheduler.stub.TokenFeed()
-        await feed.write(scheduler_pb2.FeedCommand(hello=scheduler_pb2.FeedHello(detokenizer_id="d")))
-        await feed.write(scheduler_pb2.FeedCommand(attach=scheduler_pb2.FeedAttach(stream=1, request_id="a")))
+        feed = await FeedReader.open(scheduler.stub)
+        feed.attach(1, "a")
         tokens: list[int] = []
         while not (batch := await feed.read()).ended:
             tokens += batch.token_ids
@@ -179,14 +178,14 @@ async def test_a_stop_word_found_after_the_end_is_in_the_receipt(tmp_path: Path)
         asked = asyncio.ensure_future(statement(scheduler, "a", num_tokens=[70]))
         await asyncio.sleep(0)
         stop = scheduler_pb2.FeedStop(stream=1, sequence_index=0, num_tokens=70, stop_word="x")
-        await feed.write(scheduler_pb2.FeedCommand(stop=stop))
+        feed.send(stop=stop)
         found = await asked
         check_tokens(found, [tokens[:70]])
         assert found.body.sequences[0].finish_reason == pb.FINISH_REASON_STOP
         async with asyncio.timeout(240):
             while (await entries(scheduler, 1))[0].receipt.body != found.receipt.body:  # noqa: ASYNC110 (a thread writes it)
                 await asyncio.sleep(0.05)
-        feed.cancel()
+        feed.close()
 
 
 async def test_the_ledger_keeps_receipts_without_their_nonces(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import dataclasses
 import gc
 import os
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +18,30 @@ import pytest
 import zmq
 
 from midstream.config import SchedulerConfig
-from midstream.errors import ConfigError, ExecutionError, UnavailableError, from_proto
+from midstream.errors import ConfigError, ExecutionError
 from protos import generation_pb2, loads_pb2, scheduler_pb2, worker_pb2
 from scheduler.core.events import StepDone
 from scheduler.core.request import Request
 from scheduler.service import SchedulerService, core_config
-from tests.scheduler.running_scheduler import MODEL, WAIT_S, run_scheduler, until
+from tests.scheduler.running_scheduler import MODEL, WAIT_S, FeedReader, run_scheduler, until
 
 
 class Feed:
-    """A detokenizer's end of a token feed; it stores everything that it receives, by stream."""
+    """Stores everything that a detokenizer receives over a token feed, by stream."""
 
-    def __init__(self, stub: Any, name: str = "detokenizer", features: Sequence[str] = ()) -> None:
-        self.call = stub.TokenFeed()
-        self.hello = scheduler_pb2.FeedHello(detokenizer_id=name, features=features)
+    def __init__(self, reader: FeedReader) -> None:
+        self.reader = reader
         self.tokens: dict[int, list[int]] = {}
         self.opened: dict[int, scheduler_pb2.FeedOpened] = {}
         self.ends: dict[int, scheduler_pb2.FeedSequenceEnd] = {}
         self.ended: dict[int, scheduler_pb2.FeedEnded] = {}
 
-    async def open(self) -> Feed:
-        await self.call.write(scheduler_pb2.FeedCommand(hello=self.hello))
-        return self
-
-    async def attach(self, stream: int, request_id: str) -> None:
-        attach = scheduler_pb2.FeedAttach(stream=stream, request_id=request_id)
-        await self.call.write(scheduler_pb2.FeedCommand(attach=attach))
+    @classmethod
+    async def open(cls, stub: Any, name: str = "detokenizer") -> Feed:
+        return cls(await FeedReader.open(stub, name))
 
     async def read(self) -> None:
-        batch = await asyncio.wait_for(self.call.read(), WAIT_S)
-        assert batch is not grpc.aio.EOF
+        batch = await self.reader.read()
         for opened in batch.opened:
             self.opened[opened.stream] = opened
             if opened.HasField("error"):
@@ -101,8 +94,8 @@ async def test_from_submit_to_the_last_token() -> None:
         answer = await scheduler.submit("a", [5, 6, 7], 4, output=generation_pb2.OutputConfig(return_perf_metrics=True))
         assert not answer.attached
         assert answer.num_sequences == 1
-        feed = await Feed(scheduler.stub).open()
-        await feed.attach(1, "a")
+        feed = await Feed.open(scheduler.stub)
+        feed.reader.attach(1, "a")
         await feed.read_until(1)
         assert feed.tokens[1] == [8, 9, 10, 11]
         assert feed.opened[1].num_prompt_tokens == 3
@@ -112,7 +105,7 @@ async def test_from_submit_to_the_last_token() -> None:
         assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (3, 4, 0)
         assert feed.ended[1].perf_metrics.first_token_unix_ns > 0
         await scheduler.submit("b", [5, 6, 7], 4)
-        await feed.attach(2, "b")
+        feed.reader.attach(2, "b")
         await feed.read_until(2)
         assert not feed.ended[2].HasField("perf_metrics")
 
@@ -121,12 +114,12 @@ async def test_late_readers_get_all_output_and_unknown_requests_an_error() -> No
     async with run_scheduler() as scheduler:
         await scheduler.worker()
         await scheduler.submit("a", [1], 6)
-        first = await Feed(scheduler.stub, "one").open()
-        await first.attach(1, "a")
+        first = await Feed.open(scheduler.stub, "one")
+        first.reader.attach(1, "a")
         await first.read_until(1)
-        second = await Feed(scheduler.stub, "two").open()
-        await second.attach(7, "a")
-        await second.attach(8, "nobody")
+        second = await Feed.open(scheduler.stub, "two")
+        second.reader.attach(7, "a")
+        second.reader.attach(8, "nobody")
         await second.read_until(7)
         assert second.tokens[7] == first.tokens[1] == [2, 3, 4, 5, 6, 7]
         while 8 not in second.opened:
@@ -141,14 +134,14 @@ async def test_forgotten_requests_are_freed_without_the_collector() -> None:
 
     async with run_scheduler(max_num_finished=1) as scheduler:
         await scheduler.worker()
-        feed = await Feed(scheduler.stub).open()
+        feed = await Feed.open(scheduler.stub)
         gc.collect()
         gc.disable()
         try:
             before = num_requests()
             for stream in range(5):
                 await scheduler.submit(str(stream), [5, 6, 7], 4)
-                await feed.attach(stream, str(stream))
+                feed.reader.attach(stream, str(stream))
                 await feed.read_until(stream)
             assert num_requests() == before + 1
         finally:
@@ -160,20 +153,20 @@ async def test_a_request_whose_reader_was_lost_is_not_taken_for_unread() -> None
         await scheduler.submit("a", [5, 6, 7], 4)
         hub = scheduler.service.engine.hub
         abort = loads_pb2.AbortRequest(request_id="a", only_if_unread=True)
-        lost, leaving = [await Feed(scheduler.stub).open() for _ in range(2)]
-        await lost.attach(1, "a")
+        lost, leaving = [await Feed.open(scheduler.stub) for _ in range(2)]
+        lost.reader.attach(1, "a")
         await until(lambda: any(feed.num_attached for feed in hub.feeds))
-        lost.call.cancel()
+        lost.reader.close()
         await until(lambda: len(hub.feeds) == 1)
         assert not (await scheduler.stub.Abort(abort)).was_running
         # Nor does a lost feed keep the request alive when another, older feed ends.
-        another = await Feed(scheduler.stub).open()
-        await leaving.attach(1, "a")
-        await another.attach(1, "a")
+        another = await Feed.open(scheduler.stub)
+        leaving.reader.attach(1, "a")
+        another.reader.attach(1, "a")
         await until(lambda: len(hub.feeds) == 2 and all(feed.num_attached for feed in hub.feeds))
-        another.call.cancel()
+        another.reader.close()
         await until(lambda: len(hub.feeds) == 1)
-        await leaving.call.write(scheduler_pb2.FeedCommand(detach=scheduler_pb2.FeedDetach(stream=1)))
+        leaving.reader.send(detach=scheduler_pb2.FeedDetach(stream=1))
         await until(lambda: hub.feeds[0].num_attached == 0)
         assert (await scheduler.stub.Abort(abort)).was_running
 
@@ -247,12 +240,12 @@ async def test_a_stop_word_frees_the_blocks_and_later_tokens_do_not_count() -> N
     async with run_scheduler() as scheduler:
         await scheduler.worker(step_ms=2)
         await scheduler.submit("a", [1], 1000)
-        feed = await Feed(scheduler.stub).open()
-        await feed.attach(1, "a")
+        feed = await Feed.open(scheduler.stub)
+        feed.reader.attach(1, "a")
         while len(feed.tokens.get(1, [])) < 5:
             await feed.read()
         stop = scheduler_pb2.FeedStop(stream=1, num_tokens=3, stop_word="so")
-        await feed.call.write(scheduler_pb2.FeedCommand(stop=stop))
+        feed.reader.send(stop=stop)
         await feed.read_until(1)
         assert feed.ends[1].finish_reason == generation_pb2.FINISH_REASON_STOP
         assert feed.ends[1].num_tokens == 3
@@ -265,9 +258,9 @@ async def test_abort_and_deadline_end_the_feed() -> None:
         await scheduler.worker(step_ms=2)
         await scheduler.submit("a", [1], 1000)
         await scheduler.submit("b", [1], 1000, timeout_ms=60)
-        feed = await Feed(scheduler.stub).open()
-        await feed.attach(1, "a")
-        await feed.attach(2, "b")
+        feed = await Feed.open(scheduler.stub)
+        feed.reader.attach(1, "a")
+        feed.reader.attach(2, "b")
         await feed.read()
         assert (await scheduler.stub.Abort(loads_pb2.AbortRequest(request_id="a"))).was_running
         assert not (await scheduler.stub.Abort(loads_pb2.AbortRequest(request_id="a"))).was_running
@@ -283,10 +276,10 @@ async def test_a_worker_lost_in_the_middle_costs_no_token(how: str) -> None:
     num_tokens = 250
     async with run_scheduler(worker_timeout_ms=timeout_ms, heartbeat_interval_ms=50) as scheduler:
         first = await scheduler.worker(group_id="one", step_ms=5)
-        feed = await Feed(scheduler.stub).open()
+        feed = await Feed.open(scheduler.stub)
         for stream in range(4):
             await scheduler.submit(f"r{stream}", [10 * stream, 3], num_tokens)
-            await feed.attach(stream, f"r{stream}")
+            feed.reader.attach(stream, f"r{stream}")
         await scheduler.worker(group_id="two")
         while len(feed.tokens.get(3, [])) < 10:
             await feed.read()
@@ -306,8 +299,8 @@ async def test_repeated_results_are_processed_once() -> None:
     async with run_scheduler() as scheduler:
         await scheduler.worker(repeat_results=True)
         await scheduler.submit("a", [1], 30)
-        feed = await Feed(scheduler.stub).open()
-        await feed.attach(1, "a")
+        feed = await Feed.open(scheduler.stub)
+        feed.reader.attach(1, "a")
         await feed.read_until(1)
         assert feed.tokens[1] == list(range(2, 32))
 
@@ -334,8 +327,8 @@ async def test_garbage_on_the_worker_port_is_dropped_and_counted() -> None:
             assert scheduler.service.dispatcher.num_malformed == 3
         await scheduler.worker()
         await scheduler.submit("a", [1], 3)
-        feed = await Feed(scheduler.stub).open()
-        await feed.attach(1, "a")
+        feed = await Feed.open(scheduler.stub)
+        feed.reader.attach(1, "a")
         await feed.read_until(1)
 
 
@@ -356,8 +349,8 @@ async def test_a_drain_lets_requests_finish() -> None:
     async with run_scheduler() as scheduler:
         await scheduler.worker(step_ms=2)
         await scheduler.submit("a", [1], 30)
-        feed = await Feed(scheduler.stub).open()
-        await feed.attach(1, "a")
+        feed = await Feed.open(scheduler.stub)
+        feed.reader.attach(1, "a")
         await feed.read()
         draining = asyncio.create_task(scheduler.service.drain())
         await feed.read_until(1)
@@ -367,38 +360,20 @@ async def test_a_drain_lets_requests_finish() -> None:
 
 async def test_a_feed_begins_with_hello() -> None:
     async with run_scheduler() as scheduler:
-        call = scheduler.stub.TokenFeed()
-        attach = scheduler_pb2.FeedAttach(stream=1, request_id="a")
-        await call.write(scheduler_pb2.FeedCommand(attach=attach))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
-async def test_an_older_detokenizer_gets_no_request_that_it_cannot_serve_fully() -> None:
-    output = generation_pb2.OutputConfig(prompt_log_probs=0)
-    async with run_scheduler() as scheduler:
-        await scheduler.submit("a", [1, 2], 0, output=output)
-        old, new = await Feed(scheduler.stub, "old").open(), await Feed(scheduler.stub, "new", ["prompt_alone"]).open()
-        for feed in (old, new):
-            await feed.attach(1, "a")
-            await feed.read()
-        # With this error, the router treats the detokenizer as unavailable and attaches to another one.
-        error = from_proto(old.opened[1].error)
-        assert isinstance(error, UnavailableError)
-        assert "max_tokens 0" in error.message
-        assert new.opened[1].num_prompt_tokens == 2
+        reader = await FeedReader.connect(scheduler.stub)
+        reader.attach(1, "a")
+        await asyncio.wait_for(reader.lost.wait(), WAIT_S)
 
 
 async def test_a_slow_reader_costs_a_cursor_and_delays_no_other() -> None:
     async with run_scheduler() as scheduler:
         await scheduler.worker(checks=False)
-        slow = await Feed(scheduler.stub, "slow").open()
-        fast = await Feed(scheduler.stub, "fast").open()
+        slow = await Feed.open(scheduler.stub, "slow")
+        fast = await Feed.open(scheduler.stub, "fast")
         for stream in range(8):
             await scheduler.submit(f"r{stream}", [stream], 900)
-            await slow.attach(stream, f"r{stream}")
-            await fast.attach(stream, f"r{stream}")
+            slow.reader.attach(stream, f"r{stream}")
+            fast.reader.attach(stream, f"r{stream}")
         await fast.read_until(*range(8))
         await slow.read_until(*range(8))
         assert slow.tokens == fast.tokens
@@ -420,10 +395,10 @@ async def test_an_error_in_a_workers_message_ends_only_its_epoch(
             return handle(event)
 
         monkeypatch.setattr(core, "handle", fail_at_bad)
-        feed = await Feed(scheduler.stub).open()
+        feed = await Feed.open(scheduler.stub)
         for stream in range(6):
             await scheduler.submit(f"r{stream}", [10 * stream, 3], 20)
-            await feed.attach(stream, f"r{stream}")
+            feed.reader.attach(stream, f"r{stream}")
         await feed.read_until(*range(6))
         assert all(feed.tokens[stream] == list(range(4, 24)) for stream in range(6))
         assert scheduler.service.engine.num_failed_events > 0

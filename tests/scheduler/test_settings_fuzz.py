@@ -34,7 +34,6 @@ from scheduler.journal import is_entry
 from scheduler.journal.log import LogStore
 from scheduler.journal.log_folder import LogFolder
 from scheduler.journal.postgres import PostgresStore
-from scheduler.journal.sqlite import SqliteStore
 from scheduler.journal.store import Store
 from scheduler.journal.threaded import ThreadedJournal
 from scheduler.journal.writer import RowWriter
@@ -95,12 +94,10 @@ def draw_journal(draw: random.Random, folder: Path, server: str) -> Store | None
     """Return an empty journal of a random kind, or None; `server` is the connection string of a PostgreSQL server, or
     empty.
     """
-    kind = draw.choice(("off",) * 7 + ("sqlite", "log", "postgres" if server else "log"))
+    kind = draw.choice(("off",) * 7 + ("log", "log", "postgres" if server else "log"))
     name = folder / f"journal{draw.getrandbits(63)}"
-    if kind == "sqlite":
-        return SqliteStore(name)
     if kind == "log":
-        return LogStore(LogFolder(name), SqliteStore(name.with_suffix(".sqlite")))
+        return LogStore(LogFolder(name))
     if kind == "postgres":
         with psycopg.connect(server, autocommit=True) as connection:
             connection.execute(f"CREATE SCHEMA {name.name}".encode())

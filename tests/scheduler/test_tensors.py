@@ -28,8 +28,9 @@ from scheduler.core.request import (
 from scheduler.core.request_spec import RequestSpec
 from scheduler.edge.dispatch import Dispatcher
 from scheduler.edge.feed import DetokenizerFeed, FeedHub
+from scheduler.journal.log import LogStore
+from scheduler.journal.log_folder import LogFolder
 from scheduler.journal.records import replay
-from scheduler.journal.sqlite import SqliteStore
 from scheduler.journal.writer import RowWriter
 from scheduler.wire.requests import ModelLimits, spec_from_proto
 from tests.scheduler.harness import LIMITS, Harness
@@ -141,7 +142,7 @@ def test_a_request_ends_while_it_waits_for_its_worker_to_be_ready(end: str) -> N
 
 
 def test_a_journal_keeps_only_requested_data(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "journal.sqlite")
+    store = LogStore(LogFolder(tmp_path / "journal"))
     store.take_over(least_epoch=1)
     limits = ModelLimits(4096, (999,), vocab_size=1000, hidden_size=8)
     harness = Harness()
@@ -159,6 +160,7 @@ def test_a_journal_keeps_only_requested_data(tmp_path: Path) -> None:
     harness.run()
     entries: list[Any] = [effect for effect in harness.effects if is_entry(effect)]
     store.write(writer.transaction(entries))
+    store.take_over(least_epoch=1)
     (stored,) = replay(store.read(), limits, "print", SteadyClock()).requests.values()
     assert [list(tokens) for tokens in stored.outputs] == [[]]
     assert stored.finish is None

@@ -52,6 +52,8 @@ class Connection(asyncio.Protocol):
         self._network = network
         self._transport: Any = None
         self._calls: dict[int, ClientCall] = {}
+        self._room = wire.DEFAULT_WINDOW
+        self._rooms: dict[int, int] = {}  # of calls that send several messages
         self._next_stream = 1
         self._encoder, self._decoder = hpack.Encoder(), hpack.Decoder()
         self._buffer = b""
@@ -67,19 +69,32 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.is_usable = False
         calls, self._calls = self._calls, {}
+        self._rooms.clear()
         for call in calls.values():
             call.finish((grpc.StatusCode.UNAVAILABLE, "the connection was lost", ()))
 
-    def begin(self, call: ClientCall, headers: Sequence[tuple[str, str]], body: bytes) -> int:
-        """Begin a call, and return its stream."""
+    def begin(self, call: ClientCall, headers: Sequence[tuple[str, str]], body: bytes | None) -> int:
+        """Begin a call with one message, or, if it is None, with several; return its stream."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         self._calls[stream] = call
         block = self._encoder.encode(headers, huffman=False)  # which takes less time
-        self._send(
-            wire.header_frames(stream, block, wire.DEFAULT_FRAME, end_stream=False),
-            wire.frame(wire.DATA, wire.END_STREAM, stream, _HEAD.pack(0, len(body)) + body),
-        )
+        self._send(wire.header_frames(stream, block, wire.DEFAULT_FRAME, end_stream=False))
+        if body is None:
+            self._rooms[stream] = wire.DEFAULT_WINDOW
+        else:
+            data = _HEAD.pack(0, len(body)) + body
+            self._room -= len(data)
+            self._send(wire.frame(wire.DATA, wire.END_STREAM, stream, data))
         return stream
+
+    def send_some(self, stream: int, data: bytes) -> int:
+        """Send as much of `data` as a call has room for; return its length."""
+        size = max(min(len(data), self._room, self._rooms.get(stream, 0), wire.DEFAULT_FRAME), 0)
+        if size:
+            self._room -= size
+            self._rooms[stream] -= size
+            self._send(wire.frame(wire.DATA, 0, stream, data[:size]))
+        return size
 
     def grant(self, stream: int, size: int) -> None:
         """Let the server send more bytes of a call."""
@@ -89,6 +104,7 @@ class Connection(asyncio.Protocol):
     def reset(self, stream: int) -> None:
         """Cancel a call."""
         if self._calls.pop(stream, None) is not None:
+            self._rooms.pop(stream, None)
             self._send(wire.rst_stream(stream, wire.ErrorCode.CANCEL))
             self._close_if_unused()
 
@@ -115,12 +131,7 @@ class Connection(asyncio.Protocol):
         call = self._calls.get(stream)
         if kind == wire.HEADERS:
             assert flags & wire.END_HEADERS
-            headers = self._decode(body)
-            if call is not None and flags & wire.END_STREAM:
-                self._forget(stream)
-                call.finish(_status(headers))
-            elif call is not None:
-                call.note_headers()
+            self._read_headers(stream, self._decode(body), is_last=bool(flags & wire.END_STREAM))
         elif kind == wire.DATA:
             if call is not None:
                 call.feed(body)
@@ -132,8 +143,26 @@ class Connection(asyncio.Protocol):
             self._forget(stream)
             code = _CODE_OF_RESET.get(wire.ErrorCode(int.from_bytes(body, "big")), grpc.StatusCode.INTERNAL)
             call.finish((code, "the call was reset", ()))
+        elif kind == wire.WINDOW_UPDATE:
+            self._grow(stream, int.from_bytes(body, "big"))
         elif kind == wire.GOAWAY:
             self._leave(int.from_bytes(body[:4], "big"))
+
+    def _read_headers(self, stream: int, headers: Sequence[tuple[str, str]], *, is_last: bool) -> None:
+        call = self._calls.get(stream)
+        if call is not None and is_last:
+            self._forget(stream)
+            call.finish(_status(headers))
+        elif call is not None:
+            call.note_headers()
+
+    def _grow(self, stream: int, size: int) -> None:
+        if not stream:
+            self._room += size
+        elif stream in self._rooms:
+            self._rooms[stream] += size
+        for number in self._rooms:
+            self._calls[number].note_room()
 
     def _decode(self, block: bytes) -> Sequence[tuple[str, str]]:
         headers = _DECODED.get(block)
@@ -147,11 +176,13 @@ class Connection(asyncio.Protocol):
         """Make no more calls here; those after the last one that the server accepts have not begun."""
         self.is_usable = False
         for stream in [stream for stream in self._calls if stream > last_stream]:
+            self._rooms.pop(stream, None)
             self._calls.pop(stream).finish((grpc.StatusCode.UNAVAILABLE, "the server goes away", ()))
         self._close_if_unused()
 
     def _forget(self, stream: int) -> None:
         del self._calls[stream]
+        self._rooms.pop(stream, None)
         self._close_if_unused()
 
     def _close_if_unused(self) -> None:
@@ -179,7 +210,7 @@ def _status(headers: Sequence[tuple[str, str]]) -> Status:
 
 
 class ClientCall:
-    """A call with one request; await it if the response is a single message."""
+    """A call, with one request unless it is a StreamCall; await it if the response is a single message."""
 
     def __init__(
         self, channel: Channel, method: str, codecs: tuple[Any, Any], request: Any, options: dict[str, Any]
@@ -221,7 +252,11 @@ class ClientCall:
         if self._deadline is not None:
             headers.append(("grpc-timeout", f"{max(int((self._deadline - self._loop.time()) * 1e3), 1)}m"))
         self._connection = connection
-        self._stream = connection.begin(self, headers, self._serialize(request))
+        self._stream = connection.begin(self, headers, None if request is None else self._serialize(request))
+        self.note_room()
+
+    def note_room(self) -> None:
+        """Handle room for messages that wait to be sent."""
 
     def note_headers(self) -> None:
         """Record that the response has begun."""
@@ -255,6 +290,7 @@ class ClientCall:
             if self._timer is not None:
                 self._timer.cancel()
         self._changed.set()
+        self.note_room()
 
     def _expire(self) -> None:
         if self._status is None:
@@ -323,6 +359,29 @@ class ClientCall:
             raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details=details)
 
 
+class StreamCall(ClientCall):
+    """A call that sends several messages."""
+
+    def __init__(self, channel: Channel, method: str, codecs: tuple[Any, Any], options: dict[str, Any]) -> None:
+        self._has_room = Flag()
+        super().__init__(channel, method, codecs, None, options)
+
+    def note_room(self) -> None:
+        self._has_room.set()
+
+    async def write(self, message: Any) -> None:
+        """Send a message; wait while there is no room for it."""
+        body = self._serialize(message)
+        data = _HEAD.pack(0, len(body)) + body
+        while data:
+            if self._status is not None:
+                raise asyncio.InvalidStateError("RPC already finished.")
+            num_sent = 0 if self._connection is None else self._connection.send_some(self._stream, data)
+            if not num_sent:
+                await self._has_room.wait()
+            data = data[num_sent:]
+
+
 class Channel:
     """Opens calls on behalf of the process that created it, over one connection at a time."""
 
@@ -380,5 +439,16 @@ class Channel:
 
         return call
 
-    # Nothing calls those that send several requests.
-    unary_unary = stream_unary = stream_stream = unary_stream
+    def stream_stream(self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
+        """Return a function that makes a call with several messages."""
+
+        def call(**options: Any) -> StreamCall:
+            result = StreamCall(self, method, (request_serializer, response_deserializer), options)
+            self._calls = [item for item in self._calls if not item.done()]
+            self._calls.append(result)
+            return result
+
+        return call
+
+    unary_unary = unary_stream
+    stream_unary = stream_stream  # nothing calls such methods

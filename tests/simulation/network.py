@@ -59,6 +59,7 @@ class Network:
         loop: The running event loop.
         weather: Current behavior of the network.
         window: Maximum number of a call's messages that are in transit or unread.
+        blocks_frames: Whether the frames ports cannot be reached, so that frames run within calls.
         listeners: Listeners by address.
         connections: Open connections, oldest first.
         num_messages: Number of messages that have arrived.
@@ -72,6 +73,7 @@ class Network:
         self.dice = dice
         self.weather = Weather()
         self.window = 16
+        self.blocks_frames = False
         self.tokenizers: dict[str, str] = {}  # of processes with another one than the usual, by name
         self.listeners: dict[str, Any] = {}
         self.connections: dict[Connection, None] = {}

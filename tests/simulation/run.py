@@ -28,6 +28,7 @@ from tests.simulation.world import simulated
 # A simulation that lasts longer than this is considered hung.
 LIMIT_S = 300.0
 _COLLECT_EVERY = 16
+_BLOCKED_SHARE = 0.1
 # Reported about a record that a killed scheduler had not written completely, too. What is lost is checked.
 _CUT_OFF = "the journal is damaged"
 
@@ -71,6 +72,7 @@ def run_seed(
     loop = VirtualLoop(lambda name: cluster.resolve(name) if cluster is not None else [])
     network = Network(loop, random.Random(f"network {seed}"), trace=trace)
     network.tokenizers.update(scenario.tokenizers)
+    network.blocks_frames = random.Random(f"ports {seed}").random() < _BLOCKED_SHARE
     loop.sockets = Sockets(network)
     loop.run_in_thread = run_in_thread
     scenario.shape.all_kv = all_kv
@@ -91,6 +93,7 @@ def run_seed(
             outcome.trace = network.trace or []
             _bury(loop, cluster)
     outcome.happened.update(cluster.host.happened)
+    outcome.happened["frames blocked"] += network.blocks_frames
     outcome.happened.update({f"disk {name}": count for name, count in disk.happened.items()})
     outcome.problems += checker.problems + loop.failures + cluster.crashes + cluster.problems
     if faults:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from midstream.rpc.frames import _HEAD, _LENGTH_BYTES, Kind
+from midstream.rpc.tunnel import TunnelTransport
 from protos import scheduler_pb2
 from tests.simulation.loop import Process
 from tests.simulation.network import Network, Wire, running
@@ -121,8 +122,9 @@ class End(asyncio.Transport):
         """Send bytes."""
         if self._is_closed or self.out is None:
             return
-        if self.process.name == "scheduler" and self.pair is not None and self.pair.name == "frames":
-            self.pair.show(data)
+        pair = self.pair
+        if pair is not None and pair.is_feed and self is pair.server:
+            show(self._network, pair, data)
         self._num_unread += 1
         self.out.send(Item("data", bytes(data)))
         if not self._is_paused and self._num_unread >= self._network.window:
@@ -161,6 +163,32 @@ class End(asyncio.Transport):
         """Ignore the limits, since the window of the network applies."""
 
 
+class ShownTunnel(TunnelTransport):
+    """A connection within a call."""
+
+    def __init__(self, network: Network, call: Any, protocol: asyncio.Protocol) -> None:
+        self._network = network
+        self._is_feed = running().name == "scheduler" and "detokenizer" in call.peer()
+        super().__init__(call, protocol)
+
+    def write(self, data: Any) -> None:
+        """Send bytes."""
+        if self._is_feed:
+            show(self._network, self, data)
+        super().write(data)
+
+
+def show(network: Network, connection: ShownTunnel | Pair, data: bytes) -> None:
+    """Pass the messages that a scheduler sends on a feed to the checker. Each write contains whole frames."""
+    at = 0
+    while at < len(data):
+        length, kind = _HEAD.unpack_from(data, at)
+        if kind == Kind.MESSAGE:
+            batch = scheduler_pb2.FeedBatch.FromString(bytes(data[at + _HEAD.size : at + _LENGTH_BYTES + length]))
+            network.on_write(connection, batch)
+        at += _LENGTH_BYTES + length
+
+
 class Pair:
     """The two ends of a connection."""
 
@@ -168,6 +196,7 @@ class Pair:
         server = listener.process
         self.name = listener.name
         self.ends = (client, server)
+        self.is_feed = self.name == "frames" and server.name == "scheduler" and client.name.startswith("detokenizer")
         self.client, self.server = End(network, client), End(network, server)
         self._network = network
         self._connected = listener.connected
@@ -184,16 +213,6 @@ class Pair:
             self._network.loop.call_soon(self._connected, self.server, context=self.server.process.context.copy())
         else:
             self.server.receive(item)
-
-    def show(self, data: bytes) -> None:
-        """Pass the messages that a scheduler sends on a feed to the checker. Each write contains whole frames."""
-        at = 0
-        while at < len(data):
-            length, kind = _HEAD.unpack_from(data, at)
-            if kind == Kind.MESSAGE and self.ends[0].name.startswith("detokenizer"):
-                batch = scheduler_pb2.FeedBatch.FromString(bytes(data[at + _HEAD.size : at + _LENGTH_BYTES + length]))
-                self._network.on_write(self, batch)
-            at += _LENGTH_BYTES + length
 
     def break_(self) -> None:
         """Cut the connection."""
@@ -349,6 +368,8 @@ class Sockets:
             listener: Listener | ListeningSocket | None = network.listeners.get(f"{host}:{port}")
             if listener is None or process.is_dead:
                 raise ConnectionRefusedError(f"no process listens on {host}:{port}")
+            if network.blocks_frames and isinstance(listener, Listener):
+                raise ConnectionRefusedError(f"the port {port} is blocked")
             if not network.is_parted(process, listener.process):
                 break
             await asyncio.sleep(_RECONNECT_S)

@@ -25,7 +25,7 @@ import scheduler.journal.log_folder
 import scheduler.journal.threaded
 import scheduler.service
 from midstream.model.folder import ModelFolder
-from tests.simulation import http2_client, threads, zmq_transport
+from tests.simulation import http2_client, sockets, threads, zmq_transport
 from tests.simulation.journal import JournalDisk, NoDocuments
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import END_ID, VOCAB_SIZE, decoders, fingerprint
@@ -156,11 +156,10 @@ def simulated(
             sleep=_sleep(time.sleep),
         ),
         mock.patch("secrets.randbits", network.dice.getrandbits),
-        mock.patch("gc.collect", return_value=0),
-        mock.patch("midstream.rpc.serving._next_collection", 0.0),
         mock.patch("midstream.telemetry.ProcessCollector"),
         mock.patch("grpc.aio.insecure_channel", lambda target, **_: http2_client.Channel(network, target)),
         mock.patch.multiple(midstream.rpc.http2.server, socket=loop.sockets.module),
+        mock.patch("midstream.rpc.frames.TunnelTransport", partial(sockets.ShownTunnel, network)),
         mock.patch("zmq.asyncio.Context", partial(zmq_transport.Context, network)),
         mock.patch.multiple(
             scheduler.service, Path=disk.path_type(), LogStore=disk.make_store, Engine=make_engine, HttpServer=_NoServer

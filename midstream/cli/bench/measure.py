@@ -18,8 +18,8 @@ import grpc
 from midstream.cli.bench.workloads import BenchRequest, Workload
 from midstream.cli.credentials import Credentials
 from midstream.errors import UnavailableError
+from midstream.rpc.channel import open_channel
 from midstream.rpc.errors import error_from_rpc
-from midstream.rpc.serving import open_channel
 from protos import generation_pb2 as pb
 from protos import loads_pb2, service_pb2_grpc
 

@@ -88,12 +88,9 @@ class GrpcServer(grpc.aio.Server):
             self._methods[f"/{service_name}/{name}"] = handler
 
     def add_insecure_port(self, address: str) -> int:
-        """Listen on `host:port`; return the port."""
-        host, _, port = address.rpartition(":")
-        return self.add_port(host.strip("[]"), int(port))
+        raise NotImplementedError("use add_port")
 
     def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int:
-        """Raise an error: gRPC's credentials cannot be read. `add_port` takes certificates."""
         raise NotImplementedError("use add_port")
 
     def add_port(self, host: str, port: int, tls: Tls | None = None, *, is_shared: bool = False) -> int:
@@ -175,12 +172,7 @@ class GrpcServer(grpc.aio.Server):
                 connection.go_away()
 
     async def wait_for_termination(self, timeout: float | None = None) -> bool:  # noqa: ASYNC109 (as in grpc.aio)
-        """Wait up to `timeout` seconds for the server to stop; return whether it is still running."""
-        try:
-            await asyncio.wait_for(self._stopped.wait(), timeout)
-        except TimeoutError:
-            return True
-        return False
+        raise NotImplementedError("await stop")
 
     def __del__(self) -> None:
         """Close the ports of a server that was never stopped."""

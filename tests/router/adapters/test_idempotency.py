@@ -15,7 +15,7 @@ import pytest
 
 from midstream.errors import AlreadyExistsError
 from midstream.model.tokenizer import Tokenizer
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from protos import generation_pb2 as pb
 from protos import kserve_pb2, kserve_pb2_grpc, openengine_pb2_grpc, service_pb2_grpc
 from protos import openengine_pb2 as oe

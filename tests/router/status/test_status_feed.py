@@ -23,7 +23,7 @@ from midstream.cli.top.board import Board
 from midstream.cli.top.command import follow
 from midstream.client import AsyncClient
 from midstream.errors import UnavailableError
-from midstream.rpc.command_stream import LinkSettings
+from midstream.rpc.frame_link import LinkSettings
 from protos import status_pb2
 from router.authentication import AuthenticatedApp, Authenticator, TokenFile
 from router.pipeline.cells import Cells

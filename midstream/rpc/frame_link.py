@@ -7,8 +7,8 @@ frames if both sides support them, otherwise a gRPC stream.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -16,11 +16,10 @@ from typing import ClassVar, Generic, Self, TypeVar, cast
 
 import grpc.aio
 from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from midstream.config import DetokenizerConfig, RouterConfig
 from midstream.rpc import frames
-from midstream.rpc.serving import open_channel
+from midstream.rpc.channel import open_channel
 from midstream.security.tls import Tls
 from protos import frames_pb2
 
@@ -28,9 +27,10 @@ logger = logging.getLogger(__name__)
 
 _RECONNECT_S = 0.1
 _ASK_S = 1.0
-_CONNECT_TIMEOUT_S = 2.0
-# After this number of consecutive failed attempts to connect, a firewall or a service mesh is assumed to block frames.
+# After this number of consecutive failed attempts to connect, a firewall or a service mesh seems to block the port.
 _MAX_FAILURES = 3
+# For this long it is not tried again, because an attempt may take seconds, for which streams would stand still.
+_BLOCKED_S = 60.0
 
 CommandT = TypeVar("CommandT", bound=Message)
 BatchT = TypeVar("BatchT", bound=Message)
@@ -43,16 +43,14 @@ class LinkSettings:
     Attributes:
         max_message_bytes: Maximum size of a message in either direction.
         tls: Credentials; None for plain text.
-        transport: `frames`, which are used if the other side supports them, or `grpc`.
     """
 
     max_message_bytes: int
     tls: Tls | None = None
-    transport: str = "grpc"
 
     @classmethod
     def from_config(cls, config: RouterConfig | DetokenizerConfig, tls: Tls | None) -> Self:
-        return cls(config.max_message_bytes, tls, config.internal_transport)
+        return cls(config.max_message_bytes, tls)
 
     def open_channel(self, target: str, server_name: str) -> grpc.aio.Channel:
         """Return a channel; `server_name` is the name that the certificate must contain, empty if it is the address."""
@@ -88,14 +86,11 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
         self._connection: frames.FrameConnection | None = None
         self._lost: asyncio.Future[Exception | None] | None = None
         self._num_failures = 0
+        self._blocked_until = -math.inf
 
     @abstractmethod
     def _ask_for_frames(self, channel: grpc.aio.Channel) -> Awaitable[frames_pb2.FramesOffer]:
         """Request a frame connection."""
-
-    @abstractmethod
-    async def _run_without_frames(self, channel: grpc.aio.Channel) -> None:
-        """Work without a frame connection; when this returns, one is requested again."""
 
     @abstractmethod
     def _take(self, batch: BatchT) -> None:
@@ -124,7 +119,7 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
         async with self._settings.open_channel(self.target, self._server_name) as channel:
             while True:
                 try:
-                    await self._run_once(channel)
+                    await self._run_frames(await self._connect(channel))
                 except* (grpc.aio.AioRpcError, OSError) as group:
                     level = logging.INFO if self.is_open else logging.DEBUG
                     extra = {self._kind: self.target, "reason": str(group.exceptions[0])[:200]}
@@ -139,46 +134,33 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
                     raise asyncio.CancelledError
                 await asyncio.sleep(_RECONNECT_S)
 
-    async def _run_once(self, channel: grpc.aio.Channel) -> None:
-        connection = await self._connect(channel) if self._settings.transport == "frames" else None
-        if connection is not None:
-            await self._run_frames(connection)
-        else:
-            await self._run_without_frames(channel)
-
-    async def _connect(self, channel: grpc.aio.Channel) -> frames.FrameConnection | None:
-        """Open a frame connection; return None if the other side does not support frames, or if several attempts to
-        connect failed.
-        """
-        try:
-            offer = await self._ask_for_frames(channel)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                return None
-            raise
-        if not offer.port and not offer.unix_name:
-            return None
-        limits = {"keepalive_s": _ASK_S, "timeout_s": self._silence_s} if self._silence_s else {}
-        self._lost = asyncio.get_running_loop().create_future()
-        try:
-            connection = await frames.connect(
-                offer,
-                self.target,
-                self,
-                max_message_bytes=self._settings.max_message_bytes,
-                tls=self._settings.tls,
-                server_name=self._server_name,
-                **limits,
-            )
-        except OSError as error:
-            self._num_failures += 1
-            if self._num_failures < _MAX_FAILURES:
-                raise
-            self._num_failures = 0
-            logger.warning("no frame connection to %s %s; using gRPC: %s", self._kind, self.target, error)
-            return None
-        self._num_failures = 0
-        return connection
+    async def _connect(self, channel: grpc.aio.Channel) -> frames.FrameConnection:
+        """Open a frame connection; while its port seems to be blocked, within a gRPC call."""
+        offer, loop = await self._ask_for_frames(channel), asyncio.get_running_loop()
+        limits: dict[str, float] = {"keepalive_s": _ASK_S, "timeout_s": self._silence_s} if self._silence_s else {}
+        max_message_bytes, tls = self._settings.max_message_bytes, self._settings.tls
+        self._lost = loop.create_future()
+        if loop.time() >= self._blocked_until:
+            try:
+                connection = await frames.connect(
+                    offer,
+                    self.target,
+                    self,
+                    max_message_bytes=max_message_bytes,
+                    tls=tls,
+                    server_name=self._server_name,
+                    **limits,
+                )
+            except OSError as error:
+                self._num_failures += 1
+                if self._num_failures < _MAX_FAILURES:
+                    raise
+                self._blocked_until = loop.time() + _BLOCKED_S
+                logger.warning("no frame connection to %s %s; using its gRPC port: %s", self._kind, self.target, error)
+            else:
+                self._num_failures = 0
+                return connection
+        return await frames.connect_within(channel, offer, self, max_message_bytes=max_message_bytes, **limits)
 
     async def _run_frames(self, connection: frames.FrameConnection) -> None:
         assert self._lost is not None
@@ -207,65 +189,6 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
     def lose(self, error: Exception | None) -> None:
         if self._lost is not None and not self._lost.done():
             self._lost.set_result(error)
-
-
-class CommandStream(FrameLink[CommandT, BatchT]):
-    """The stream to one service, over frames or gRPC."""
-
-    _commands: asyncio.Queue[CommandT] | None = None  # while gRPC is used
-
-    @abstractmethod
-    def _call(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[CommandT, BatchT]:
-        """Call the gRPC method."""
-
-    def _send(self, command: CommandT) -> None:
-        if self._commands is not None:
-            self._commands.put_nowait(command)
-        else:
-            super()._send(command)
-
-    async def _run_without_frames(self, channel: grpc.aio.Channel) -> None:
-        call = self._call(channel)
-        try:
-            hello = self._hello()
-            if hello is not None:
-                await call.write(hello)
-            else:
-                # The other side sends its headers as soon as the stream is open.
-                async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                    await call.wait_for_connection()
-            self.is_open = True
-            commands = self._commands = asyncio.Queue()
-            self._greet()
-            async with asyncio.TaskGroup() as group:
-                writer = group.create_task(_write(call, commands))
-                asking = group.create_task(self._ask(channel)) if self._silence_s else None
-                while (batch := await call.read()) is not grpc.aio.EOF:
-                    self._take(cast("BatchT", batch))
-                writer.cancel()
-                if asking is not None:
-                    asking.cancel()
-        finally:
-            self._commands = None
-            call.cancel()
-
-    async def _ask(self, channel: grpc.aio.Channel) -> None:
-        """Raise TimeoutError when the other side stops responding: it may hang while the connection stays open."""
-        stub = health_pb2_grpc.HealthStub(channel)
-        while True:
-            await asyncio.sleep(_ASK_S)
-            try:
-                await stub.Check(health_pb2.HealthCheckRequest(), timeout=self._silence_s)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    raise TimeoutError from None
-
-
-async def _write(call: grpc.aio.StreamStreamCall[CommandT, BatchT], commands: asyncio.Queue[CommandT]) -> None:
-    # A write to a call that has ended raises InvalidStateError; the next read raises the reason.
-    with contextlib.suppress(asyncio.InvalidStateError):
-        while True:
-            await call.write(await commands.get())
 
 
 def _is_cancelled() -> bool:
