@@ -307,7 +307,9 @@ class Image(google.protobuf.message.Message):
 
     DATA_FIELD_NUMBER: builtins.int
     data: builtins.bytes
-    """The contents of a PNG, JPEG, WebP or GIF file of at most 16 MiB and 2^25 pixels. The first frame of a GIF is used."""
+    """The contents of a PNG, JPEG, WebP, GIF, AVIF, BMP or TIFF file of at most 16 MiB and 2^25 pixels. Of several frames
+    or pages, the first is used; it is turned upright as its EXIF orientation says.
+    """
     def __init__(
         self,
         *,

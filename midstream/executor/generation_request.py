@@ -40,7 +40,7 @@ class MultimodalParams:
 
     Attributes:
         multimodal_data: `{"image": images}`, for a model that reads images and a prompt of text with its image token
-            for each: one image or a list, each as the contents of a file (PNG, JPEG, WebP, GIF) or an image of Pillow.
+            for each: one image or a list, each as the contents of a file (PNG, JPEG, WebP, GIF, AVIF, BMP, TIFF) or an image of Pillow.
             Or `{"multimodal_embedding": array}`, [tokens, hidden size]: token id vocabulary size + i in the prompt
             stands for row i; a prompt without such ids begins with all rows.
     """

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
-from router.protocols.contents import add_image, add_text, image_of_url
+from router.protocols.contents import add_image, add_text, check_detail, image_of_url
 from router.protocols.openai.body import Body
 
 Item = dict[str, object]
@@ -156,6 +156,7 @@ class Turns:
                     raise InvalidArgumentError("must be set", field=part.path("image_url"))
                 add_image(turn, image_of_url(url, part.path("image_url")))
                 self.image_fields.append(part.path("image_url"))
+                check_detail(part)
             elif kind in ("input_text", "output_text", "text", "refusal"):
                 text, refusal = part.text("text"), part.text("refusal")
                 if text is None and refusal is None:
