@@ -64,7 +64,7 @@ _COMMON: Table = {
     "return_token_ids": ("works", "adds `token_ids` and `prompt_token_ids`"),
     "spaces_between_special_tokens": ("ignored", "the tokenizer decides"),
     "add_special_tokens": ("works", "true by default for `prompt`, false for `messages`"),
-    "allowed_token_ids": ("refused", ""),
+    "allowed_token_ids": ("works", "no others are generated, end tokens included"),
     "logits_processors": ("refused", ""),
     "prompt_logprobs": ("works", "not with `stream`"),
     "return_tokens_as_token_ids": ("works", "names tokens `token_id:5` in log probabilities"),

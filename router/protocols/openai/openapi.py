@@ -225,6 +225,7 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
             "propertyNames": {"pattern": "^[0-9]{1,4}$"},
             "additionalProperties": _number(-100, 100),
         },
+        "allowed_token_ids": _array(token, minItems=1),
         "stop": _any(_STOP_WORD, _array(_STOP_WORD, maxItems=MAX_STOP_WORDS)),
         "stop_token_ids": _array(token, maxItems=MAX_STOP_TOKENS),
         "bad_words": _array(_STOP_WORD, maxItems=MAX_STOP_WORDS),

@@ -112,6 +112,10 @@ def _fill_sampling(body: Body, sampling: pb.SamplingConfig) -> None:
         sampling.beam_width = num_sequences or 1
         penalty = body.number("length_penalty")
         sampling.length_penalty = 1.0 if penalty is None else penalty
+    allowed = body.token_ids("allowed_token_ids")
+    if body.has("allowed_token_ids") and not allowed:
+        raise InvalidArgumentError("must not be empty", field="allowed_token_ids")
+    sampling.allowed_token_ids.extend(allowed)
     bias = body.get("logit_bias")
     if bias is not None:
         _fill_bias(bias, sampling)
