@@ -157,6 +157,16 @@ CHAT_EXAMPLES = COMMON_EXAMPLES | {
     "continue_final_message": (True, {}),
     "chat_template_kwargs": ({"a": 1}, {}),
     "add_generation_prompt": (False, {}),
+    "messages.*": (turn(colour="red"), turn()),
+    "messages.content.cache_control": (
+        turn(content=[{"type": "text", "text": "x", "cache_control": KEPT}]),
+        turn(content=[{"type": "text", "text": "x"}]),
+    ),
+    "tools.cache_control": ({"tools": [{**FUNCTION, "cache_control": KEPT}]}, {"tools": [FUNCTION]}),
+    "tools.function.cache_control": (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA, "cache_control": KEPT}}]},
+        {"tools": [FUNCTION]},
+    ),
     "messages.refusal": (turn(refusal="x"), turn()),
     "messages.annotations": (turn(annotations=[1]), turn()),
     "messages.parsed": (turn(parsed={"a": 1}), turn()),
@@ -218,6 +228,7 @@ MESSAGES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "max_tokens": ({}, {"max_tokens": 3000}),
     "messages": ({}, user(text())),
     "messages.role": (user(text()), {"messages": [{"role": "system", "content": "x"}, *user(text())["messages"]]}),  # type: ignore[misc]
+    "messages.*": (user(text()), user(text(colour="red"))),
     "messages.clear_at": ({}, {"messages": [{"role": "system", "content": "x", "clear_at": {"a": 1}}]}),
     "messages.output_config": (
         {},
@@ -279,6 +290,7 @@ MESSAGES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "messages.content.cache_control.ttl": (user(text(cache_control=KEPT)), user(text(cache_control=KEPT_LONG))),
     "system": ({}, {"system": "x"}),
     "system.type": ({}, {"system": [text()]}),
+    "system.*": ({"system": [text()]}, {"system": [text(colour="red")]}),
     "system.text": ({"system": [text()]}, {"system": [text("y")]}),
     "system.citations": ({}, {"system": [text(citations=[{"type": "x"}])]}),
     "system.cache_control": ({"system": [text()]}, {"system": [text(cache_control=KEPT)]}),
@@ -414,6 +426,7 @@ RESPONSES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "model": ({}, {"model": "m"}),
     "input": ({}, {"input": "Other"}),
     "input.type": (items(custom(), called()), items(custom(), custom())),
+    "input.*": (items(said()), items(said(colour="red"))),
     "input.role": (items(said()), items(said(role="user"))),
     "input.content": (items(said()), items(said(content="y"))),
     "input.content.type": (items(), items(part())),
@@ -667,7 +680,14 @@ def check_line(name: str, table: Table, examples: Examples, run: Run) -> None:
         return
     (decided, ignored), (before, _) = run(fields), run(without)
     assert (decided != before) == (status == "works")
-    assert (name in ignored) == (status == "ignored")
+    assert is_listed(name, ignored) == (status == "ignored")
+
+
+def is_listed(name: str, ignored: list[str]) -> bool:
+    """Return whether a field is among the ignored ones; `x.*` stands for a field that is in no table."""
+    if name.endswith(".*"):
+        return any(found.startswith(name[:-1]) and found.endswith(".colour") for found in ignored)
+    return name in ignored
 
 
 @pytest.mark.parametrize("name", COMPLETIONS)
@@ -706,7 +726,7 @@ def test_messages(name: str) -> None:
     else:
         (decided, ignored), (before, _) = run_messages(fields), run_messages(without)
         assert (decided != before) == (status == "works")
-        assert (name in ignored) == (status == "ignored")
+        assert is_listed(name, ignored) == (status == "ignored")
 
 
 @pytest.mark.parametrize("name", RESPONSES)
@@ -720,7 +740,7 @@ def test_responses(name: str) -> None:
     else:
         (decided, ignored), (before, _) = run_response(fields), run_response(without)
         assert (decided != before) == (status == "works")
-        assert (name in ignored) == (status == "ignored")
+        assert is_listed(name, ignored) == (status == "ignored")
 
 
 def test_every_line_is_tested_and_in_the_docs() -> None:

@@ -366,6 +366,10 @@ async def test_tokenize_lists_fields_that_do_not_change_the_prompt(router: Part)
         answer = await client.post(url, cast_to=httpx.Response, body=body | more)
         assert answer.headers["x-midstream-ignored"] == "temperature, max_tokens, stop, metadata"
         assert answer.json() == plain.json()
+        foreign = {"messages": [{"role": "user", "content": "Hi", "cache_control": {"type": "x"}, "a\r\nb: é": 1}]}
+        answer = await client.post(url, cast_to=httpx.Response, body=body | foreign)
+        assert answer.headers["x-midstream-ignored"] == "messages.cache_control, messages.a%0D%0Ab%3A%20%C3%A9"
+        assert answer.json() == plain.json()
         cut = {"truncate_prompt_tokens": -1, "max_tokens": 5}
         answer = await client.post(url, cast_to=httpx.Response, body=body | cut)
         assert "x-midstream-ignored" not in answer.headers

@@ -50,7 +50,7 @@ def test_every_form_of_a_prompt_is_taken() -> None:
         assert raised.value.field == "prompt"
 
 
-@pytest.mark.parametrize("field", ["suffix", "prompt_embeds", "logits_processors", "allowed_token_ids"])
+@pytest.mark.parametrize("field", ["suffix", "prompt_embeds", "logits_processors"])
 def test_unsupported_fields_that_change_the_output_are_rejected(field: str) -> None:
     with pytest.raises(UnsupportedError) as raised:
         completion_job(Body({"prompt": "a", field: "x"}), VOCABULARY)
