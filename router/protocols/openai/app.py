@@ -128,7 +128,7 @@ class OpenAiApi:
         check_model(body.text("model") or "", self._model)
         names: Names = {}
         ignored: list[str] = []
-        if body.has("messages"):
+        if body.fields.get("messages") is not None:  # not marked as read, since their parts are read one by one
             job = chat_job(body, self._vocabulary)
             native, options, names = job.requests[0], job.options, job.names
             used = _RENDERED | _LIMITS if options.max_tokens == -1 else _RENDERED
