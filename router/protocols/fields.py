@@ -260,6 +260,12 @@ MESSAGES: Table = {
     "request_id": ("works", "extension: the id of the native request"),
     "return_receipt": ("works", "extension: adds `receipt` to the message, or to `message_delta`"),
 }
+# Fields of vLLM's API that responses take as well.
+_RESPONSES_SAMPLING = (
+    "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "seed", "logit_bias",
+    "allowed_token_ids", "stop", "stop_token_ids", "bad_words", "ignore_eos", "include_stop_str_in_output",
+    "chat_template_kwargs", "priority", "cache_salt",
+)  # fmt: skip
 RESPONSES: Table = {
     "model": ("works", "the served model, or a loaded adapter"),
     "input": ("works", "text, or items"),
@@ -370,7 +376,10 @@ RESPONSES: Table = {
     "max_tool_calls": ("ignored", "limits calls of server tools, which are not supported"),
     "include": (
         "works",
-        "`reasoning.encrypted_content`; log probabilities are refused, output of other tools is ignored",
+        (
+            "`reasoning.encrypted_content`, and `message.output_text.logprobs` for the log probabilities of the tokens "
+            "of messages; output of other tools is ignored"
+        ),
     ),
     "metadata": ("works", "returned with the response"),
     "client_metadata": ("ignored", "sent by Codex"),
@@ -387,7 +396,8 @@ RESPONSES: Table = {
     "access_programs": ("refused", ""),
     "image": ("refused", ""),
     "truncation": ("refused", "only disabled is supported"),
-    "top_logprobs": ("refused", ""),
+    "top_logprobs": ("works", "with `message.output_text.logprobs` in `include`, otherwise ignored"),
+    **dict.fromkeys(_RESPONSES_SAMPLING, ("works", "as in chat completions")),
     "conversation": ("refused", "use `previous_response_id`"),
     "prompt": ("refused", ""),
     "context_management": ("refused", ""),
@@ -468,6 +478,8 @@ RERANK: Table = {
     ),
 }
 RESPONSES_OPAQUE = (
+    "logit_bias",
+    "chat_template_kwargs",
     "tools.parameters",
     "tools.output_schema",
     "tools.filters",

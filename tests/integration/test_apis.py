@@ -14,6 +14,8 @@ import pydantic
 import pytest
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
+from midstream.model.folder import open_model_folder
+from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from protos import openengine_pb2 as oe
 from tests.integration.api_clients import ApiClients, Case, infer_request
@@ -128,6 +130,37 @@ async def test_a_conversation_gives_the_same_tokens_as_the_native_call(clients: 
     assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in entries)
     assert events[-1].usage is not None
     assert events[-1].usage.completion_tokens == len(native.token_ids)
+
+
+async def test_responses_have_the_fields_and_log_probabilities_of_chat_completions(clients: ApiClients) -> None:
+    """They are the same in a stream, and in a response that is read again later."""
+    fields: dict[str, Any] = {"seed": 7, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 12}
+    chat = await clients.openai.chat.completions.create(
+        model="smollm2", messages=QUESTION, temperature=1, max_tokens=12, logprobs=True, top_logprobs=2,
+        extra_body=fields,
+    )  # fmt: skip
+    (choice,) = chat.choices
+    assert choice.logprobs is not None
+    wanted = [entry.to_dict() for entry in choice.logprobs.content or ()]
+    assert len(wanted) == 12
+    arguments: dict[str, Any] = {"model": "smollm2", "input": QUESTION, "temperature": 1, "max_output_tokens": 12}
+    arguments |= {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "extra_body": fields}
+    events = [event async for event in await clients.openai.responses.create(**arguments, stream=True)]
+    streamed = [entry for event in events if event.type.endswith("text.delta") for entry in event.to_dict()["logprobs"]]
+    stored = await clients.openai.responses.retrieve(events[-1].response.id)
+    for response in (await clients.openai.responses.create(**arguments), events[-1].response, stored):
+        assert (response.output_text, response.top_logprobs) == (choice.message.content, 2)
+        assert response.output[0].content[0].to_dict()["logprobs"] == wanted == streamed
+
+
+async def test_a_response_takes_variables_of_the_template_and_allowed_tokens(clients: ApiClients) -> None:
+    digits = Tokenizer(open_model_folder("smollm2").path).encode("0123456789")
+    response = await clients.openai.responses.create(
+        model="smollm2", input="Count.", max_output_tokens=8,
+        extra_body={"allowed_token_ids": digits, "chat_template_kwargs": {"add_generation_prompt": True}},
+    )  # fmt: skip
+    assert len(response.output_text) == 8
+    assert response.output_text.isdigit()
 
 
 async def test_the_official_client_asks_for_tools_and_schemas(clients: ApiClients) -> None:

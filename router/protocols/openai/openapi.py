@@ -14,6 +14,7 @@ from router.pipeline.request_checks import (
     MAX_STOP_WORDS,
 )
 from router.protocols.conversation import EFFORTS
+from router.protocols.fields import RESPONSES
 from router.protocols.openai.parameters import TIERS
 
 # A JSON schema, or another part of an OpenAPI document.
@@ -144,7 +145,7 @@ def document(model: ModelFolder) -> Part:
             "post": _post("Count the tokens of a conversation.", counted, ["messages"]) | _with(version)
         },
         "/v1/responses": {
-            "post": _post("Create a response and store it.", _responses_fields(names), ["input"], stream=True)
+            "post": _post("Create a response and store it.", _responses_fields(names, model), ["input"], stream=True)
         },
         "/v1/responses/input_tokens": {
             "post": _post("Count the tokens of an input.", {"model": names, "input": _INPUT}, ["input"])
@@ -325,7 +326,14 @@ def _embedding_paths(names: Part, inputs: Part) -> Part:
     }
 
 
-def _responses_fields(names: Part) -> Part:
+def _responses_sampling(model: ModelFolder) -> Part:
+    """Return the schemas of vLLM's fields in responses."""
+    common = _common_fields(model, _integer(0, model.vocab_size - 1), _TEXT)
+    taken = {name: common[name] for name in RESPONSES if name in common}
+    return {**_sampling_fields(), **taken, "chat_template_kwargs": _OBJECT}
+
+
+def _responses_fields(names: Part, model: ModelFolder) -> Part:
     return {
         "model": names,
         "input": _INPUT,
@@ -334,7 +342,8 @@ def _responses_fields(names: Part) -> Part:
         "return_receipt": _FLAG,
         "store": _FLAG,
         "background": _FLAG,
-        **_sampling_fields(),
+        **_responses_sampling(model),
+        "top_logprobs": _integer(0, MAX_LOG_PROBS),
         "max_output_tokens": _integer(1, 0xFFFFFFFF),
         "tools": _array(_OBJECT),
         "tool_choice": _TOOL_CHOICE,

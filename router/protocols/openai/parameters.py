@@ -45,8 +45,8 @@ def native_request(body: Body, tokens: Mapping[str, int]) -> tuple[pb.GenerateRe
     )
     if wants_receipt(body):
         request.output.return_receipt = True
-    _fill_sampling(body, request.sampling)
-    _fill_stopping(body, request.stopping)
+    fill_sampling(body, request.sampling)
+    fill_stopping(body, request.stopping)
     skip = body.flag("skip_special_tokens")
     if skip is not None:
         request.output.skip_special_tokens = skip
@@ -83,6 +83,27 @@ def effort_variables(fields: Body, name: str, model: ChatModel) -> dict[str, obj
     return variables
 
 
+def template_variables(body: Body, chat: pb.ChatInput) -> dict[str, object]:
+    """Return `chat_template_kwargs` without `add_generation_prompt`, which is set in `chat`."""
+    field = "chat_template_kwargs"
+    if body.child(field) is None:
+        return {}
+    given = body.get(field)
+    assert isinstance(given, dict)
+    for name in ("messages", "tools"):
+        if name in given:
+            raise InvalidArgumentError("is a field of the request itself", field=f"{field}.{name}")
+    prompt_follows = given.get("add_generation_prompt")
+    if prompt_follows is not None:
+        path = f"{field}.add_generation_prompt"
+        if not isinstance(prompt_follows, bool):
+            raise InvalidArgumentError("must be true or false", field=path)
+        if chat.HasField("add_generation_prompt") and chat.add_generation_prompt != prompt_follows:
+            raise InvalidArgumentError("conflicts with add_generation_prompt", field=path)
+        chat.add_generation_prompt = prompt_follows
+    return {name: value for name, value in given.items() if name != "add_generation_prompt"}
+
+
 def read_cache_retention_s(body: Body) -> int:
     """Return how long to keep the KV blocks of the prompt, in seconds; 0 for the default."""
     options = body.child("prompt_cache_options")
@@ -91,7 +112,8 @@ def read_cache_retention_s(body: Body) -> int:
     return max(_CACHE_TTLS_S[ttl] if ttl else 0, _CACHE_RETENTION_S[retention] if retention else 0)
 
 
-def _fill_sampling(body: Body, sampling: pb.SamplingConfig) -> None:
+def fill_sampling(body: Body, sampling: pb.SamplingConfig) -> None:
+    """Set the fields that choose tokens. Raises InvalidArgumentError if one has another type."""
     for name in _NUMBERS:
         value = body.number(name)
         if value is not None:
@@ -132,7 +154,8 @@ def _fill_bias(bias: object, sampling: pb.SamplingConfig) -> None:
         sampling.embedding_bias[int(key)] = value
 
 
-def _fill_stopping(body: Body, stopping: pb.StoppingConfig) -> None:
+def fill_stopping(body: Body, stopping: pb.StoppingConfig) -> None:
+    """Set the fields that end a text or forbid a part of it. Raises InvalidArgumentError if one has another type."""
     stopping.stop_words.extend(body.texts("stop"))
     stopping.stop_token_ids.extend(body.token_ids("stop_token_ids"))
     stopping.bad_words.extend(body.texts("bad_words"))

@@ -41,6 +41,7 @@ from router.protocols.openai.endpoints import (
 from router.protocols.openai.errors import error_body
 from router.protocols.openai.models import Models
 from router.protocols.responses.items import Item, owner_of, references
+from router.protocols.responses.log_probs import TokenLogProbs
 from router.protocols.responses.request import ResponseJob, previous_id, read_response
 from router.protocols.responses.stored import read_stored
 from router.protocols.responses.writer import Fields, ResponseWriter, Status
@@ -72,7 +73,8 @@ class StoredResponse:
     has_started: bool = True
     has_finished: bool = False
 
-    def writer(self) -> ResponseWriter:
+    def writer(self, log_probs: TokenLogProbs | None = None) -> ResponseWriter:
+        """Return a writer of the response, which reports these log probabilities."""
         head = {"created_at": self.created_at, "model": self.model, **self.job.echo}
         job = self.job
         return ResponseWriter(
@@ -82,6 +84,7 @@ class StoredResponse:
             custom_tools=job.custom_tools,
             namespaces=job.namespaces,
             shows_hidden=job.shows_hidden,
+            log_probs=log_probs,
         )
 
 
@@ -264,13 +267,24 @@ class ResponsesApi:
     async def _now(self, stored: StoredResponse) -> Fields:
         """Return a response in its current state, with its output once it has ended."""
         if stored.has_finished:
-            writer = stored.writer()
+            writer = self.writer(stored)
             return await self.whole(stored, writer, self.resume(stored))
         status: Status = "in_progress" if stored.has_started or not stored.job.is_background else "queued"
         return stored.writer().response(status)
 
+    def writer(self, stored: StoredResponse) -> ResponseWriter:
+        """Return a writer for a client's copy of a response."""
+        job = stored.job
+        if job.num_top_log_probs is None:
+            return stored.writer()
+        tokenizer = self._prompts.tokenizer
+        output = job.conversation.request.output
+        skips = output.skip_special_tokens or not output.HasField("skip_special_tokens")
+        skipped = tokenizer.special_ids if skips else frozenset[int]()
+        return stored.writer(TokenLogProbs(tokenizer.token_bytes, skipped, job.num_top_log_probs))
+
     async def replay(self, stored: StoredResponse) -> ResponseWriter:
-        """Rebuild a response that has ended."""
+        """Rebuild a response that has ended, without log probabilities."""
         writer = stored.writer()
         await self.whole(stored, writer, self.resume(stored))
         return writer
@@ -286,7 +300,7 @@ class ResponsesApi:
         async with output:
             while not output.is_final:
                 for chunk in await output.take():
-                    writer.add(reader.read(chunk.text, is_final=chunk.is_sequence_final))
+                    writer.add(chunk, reader.read(chunk.text, is_final=chunk.is_sequence_final))
         last = writer.end(chunk, await self.usage(chunk, writer))[-1]["response"]
         assert isinstance(last, dict)
         return last
@@ -374,7 +388,7 @@ class _Reply(StreamedResponse):
         return f"event: error\ndata: {dump({'type': 'error', 'sequence_number': self._last, **fields})}\n\n"
 
     async def _whole(self, output: Output) -> Fields:
-        writer = self._stored.writer()
+        writer = self._api.writer(self._stored)
         if not self._stored.job.is_background:
             return await self._api.whole(self._stored, writer, output)
         async with output:  # the request is detached, so it continues
@@ -382,11 +396,12 @@ class _Reply(StreamedResponse):
 
     async def _stream(self, output: Output, events: EventStream) -> None:
         stored = self._stored
-        writer, reader = stored.writer(), SequenceReader(stored.job.conversation, stored.response_id, 0)
+        writer, reader = self._api.writer(stored), SequenceReader(stored.job.conversation, stored.response_id, 0)
         await self._write(events, writer.begin())
         while not output.is_final:
             for chunk in await output.take():
-                await self._write(events, writer.add(reader.read(chunk.text, is_final=chunk.is_sequence_final)))
+                parsed = reader.read(chunk.text, is_final=chunk.is_sequence_final)
+                await self._write(events, writer.add(chunk, parsed))
         last = writer.end(chunk, await self._api.usage(chunk, writer))
         if self._after > int(str(last[-1]["sequence_number"])):
             raise OutOfRangeError(f"is {self._after}, beyond the last event", field="starting_after")

@@ -421,6 +421,7 @@ def allowed(*names: str) -> dict[str, object]:
     return {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": name} for name in names]}
 
 
+LOG_PROBS: dict[str, object] = {"include": ["message.output_text.logprobs"]}
 # For each field of responses, the same as for messages.
 RESPONSES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "model": ({}, {"model": "m"}),
@@ -555,7 +556,29 @@ RESPONSES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "access_programs": ({}, {"access_programs": {"a": 1}}),
     "image": ({}, {"image": {"context_compression": "auto"}}),
     "truncation": ({}, {"truncation": "auto"}),
-    "top_logprobs": ({}, {"top_logprobs": 3}),
+    "top_logprobs": (LOG_PROBS, {**LOG_PROBS, "top_logprobs": 3}),
+    **{
+        name: ({}, {name: COMMON_EXAMPLES[name][0]})
+        for name in (
+            "top_k",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "min_tokens",
+            "seed",
+            "logit_bias",
+            "allowed_token_ids",
+            "stop",
+            "stop_token_ids",
+            "bad_words",
+            "ignore_eos",
+            "priority",
+            "cache_salt",
+            "include_stop_str_in_output",
+        )
+    },
+    "chat_template_kwargs": ({}, {"chat_template_kwargs": {"a": 1}}),
     "conversation": ({}, {"conversation": "c"}),
     "prompt": ({}, {"prompt": {"id": "p"}}),
     "context_management": ({}, {"context_management": [{"type": "compaction"}]}),
