@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Literal
@@ -190,6 +191,41 @@ async def test_the_official_client_asks_for_tools_and_schemas(clients: ApiClient
     extra = {"guided_regex": r"\d{3}-\d{2}"}
     guided = await clients.openai.completions.create(model="smollm2", prompt="Call", max_tokens=16, extra_body=extra)
     assert [len(part) for part in guided.choices[0].text.split("-")] == [3, 2]
+
+
+GBNF = """# Llama.cpp's dialect
+root ::= sign? digit{2,3} ("." digit+)? unit | "none"
+sign ::= [-+]
+digit ::= [0-9]
+unit ::= " " ("kg" | "m" [^a-z0-9 ])
+"""
+PRICE = {"type": "object", "properties": {"price": {"type": "integer", "maximum": 99}}, "required": ["price"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"grammar": GBNF}, r"[-+]?\d{2,3}(\.\d+)? (kg|m[^a-z0-9 ])|none"),
+        ({"ebnf": GBNF}, r"[-+]?\d{2,3}(\.\d+)? (kg|m[^a-z0-9 ])|none"),
+        ({"regex": r"(one|two){2}!"}, r"(one|two){2}!"),
+        ({"json_schema": PRICE}, r'\{"price": -?\d+\}'),
+        ({"json_schema": json.dumps(PRICE)}, r'\{"price": -?\d+\}'),
+        ({"response_format": {"type": "json_object", "schema": PRICE}}, r'\{"price": -?\d+\}'),
+    ],
+    ids=["gbnf", "ebnf", "regex", "schema", "schema_text", "json_object"],
+)
+async def test_grammars_in_the_fields_of_other_servers(
+    clients: ApiClients, fields: dict[str, Any], pattern: str
+) -> None:
+    settings: dict[str, Any] = {"model": "smollm2", "max_tokens": 40, "temperature": 0, "extra_body": fields}
+    completion = await clients.openai.completions.create(prompt="The weight is", **settings)
+    chat = await clients.openai.chat.completions.create(messages=QUESTION, **settings)
+    for text, reason in (
+        (completion.choices[0].text, completion.choices[0].finish_reason),
+        (chat.choices[0].message.content, chat.choices[0].finish_reason),
+    ):
+        assert reason == "length" or re.fullmatch(pattern, text or ""), text
+        assert text
 
 
 async def test_the_official_synchronous_client(clients: ApiClients) -> None:

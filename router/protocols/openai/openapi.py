@@ -244,6 +244,7 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
             {
                 "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]},
                 "json_schema": _object({"name": _TEXT, "schema": _OBJECT}),
+                "schema": _OBJECT,
                 "format": _OBJECT,
                 "structures": {"type": "array", "items": _OBJECT},
                 "triggers": {"type": "array", "items": _TEXT},
@@ -252,6 +253,10 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
         ),
         **{f"guided_{name}": schema for name, schema in guided.items()},
         "guided_json_object": _FLAG,
+        "grammar": _TEXT,
+        "json_schema": _any(_OBJECT, _TEXT),
+        "ebnf": _TEXT,
+        "regex": _TEXT,
         "guided_whitespace_pattern": _TEXT,
         "use_beam_search": _FLAG,
         "length_penalty": {"type": "number"},

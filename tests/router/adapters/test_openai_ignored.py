@@ -109,7 +109,7 @@ def test_names_of_unknown_fields_make_no_other_header() -> None:
         ({"best_of": 3}, "best_of"),  # a field of completions
         ({"tools": [{**FUNCTION, "name": "f"}]}, "tools[0].name"),
         ({"tools": [{"type": "function", "function": {"name": "f", "schema": {}}}]}, "tools[0].function.schema"),
-        ({"response_format": {**SCHEMA, "schema": {}}}, "response_format.schema"),
+        ({"response_format": {**SCHEMA, "schemas": {}}}, "response_format.schemas"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "stricter": True}}},
             "response_format.json_schema.stricter",

@@ -454,6 +454,22 @@ def test_the_prompt_for_the_answer_can_be_left_out_by_a_template_variable() -> N
 
 
 @pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"grammar": 5}, "grammar"),
+        ({"json_schema": ["x"]}, "json_schema"),
+        ({"ebnf": 'root ::= "a"', "regex": "a"}, "regex"),
+        ({"guided_regex": "a", "grammar": 'root ::= "a"'}, "grammar"),
+        ({"response_format": {"type": "json_object", "schema": "x"}}, "response_format.schema"),
+    ],
+)
+def test_only_one_guide_is_taken(fields: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        chat(**fields)
+    assert raised.value.field == field
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"guided_json": SCHEMA, "guided_whitespace_pattern": "[ ]?"},
