@@ -309,6 +309,8 @@ def _embedding_paths(names: Part, inputs: Part) -> Part:
         **common,
         "query": _SOME_TEXT,
         "documents": texts,
+        "texts": texts,
+        "return_text": _FLAG,
         "top_n": _integer(0, 1 << 20),
         "return_documents": _FLAG,
     }
@@ -325,7 +327,7 @@ def _embedding_paths(names: Part, inputs: Part) -> Part:
             "post": _post(
                 "Sort documents by their similarity to a query (also /v1/rerank, /v2/rerank).",
                 ranked,
-                ["query", "documents"],
+                ["query"],
             )
         },
     }

@@ -626,6 +626,11 @@ RERANK_EXAMPLES = EMBEDDING_COMMON_EXAMPLES | {
     "query": ("r", {}),
     "documents": (["d"], {}),
     "documents.text": ({"documents": [{"text": "d"}]}, {"documents": [{"text": "e"}]}),
+    "texts": ({"texts": ["b", "c"]}, {}),
+    "return_text": ({"texts": ["b"], "return_text": True}, {"texts": ["b"]}),
+    "raw_scores": (True, {}),
+    "truncate": (True, {}),
+    "truncation_direction": ("Left", {}),
     "top_n": (1, {}),
     "return_documents": (False, {}),
     "rank_fields": (["text"], {}),
@@ -650,7 +655,8 @@ def run_score(fields: dict[str, object]) -> tuple[str, list[str]]:
 
 def run_rerank(fields: dict[str, object]) -> tuple[str, list[str]]:
     """Return everything that a /rerank request body sets, and its ignored fields."""
-    job = read_rerank(Body({"query": "a", "documents": ["b", "c"], **fields}))
+    texts = {} if "texts" in fields else {"documents": ["b", "c"]}
+    job = read_rerank(Body({"query": "a", **texts, **fields}))
     return str(replace(job, ignored=[])), job.ignored
 
 
