@@ -49,6 +49,7 @@ from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel
 from router.protocols.embeddings.app import EmbeddingsApi
 from router.protocols.http_server import HostCheckedApp, HttpPort, for_pages
+from router.protocols.kserve.http import KserveHttpApi
 from router.protocols.ledger import ledger_route
 from router.protocols.openai.app import OpenAiApi
 from router.protocols.receipts import receipt_routes
@@ -152,7 +153,7 @@ async def serve(config: RouterConfig) -> None:
         on_routers=quotas.learn,
         on_detached=quotas.learn_detached,
     )
-    add_servicers(server, front, status, router_id, chat.tokens)
+    kserve = add_servicers(server, front, status, router_id, chat.tokens)
     bodies = BodyReader(BodyBudget(max_body_bytes(folder, config.max_body_bytes, config.max_message_bytes)))
     kept = KeptRequests(cells)
     pages = OpenAiApi(front, metrics, progress.problems, bodies, chat, kept, progress.stalled).app()
@@ -162,6 +163,7 @@ async def serve(config: RouterConfig) -> None:
         *EmbeddingsApi(Embedder(front), bodies).routes(),
         *ResponsesApi(front, bodies, chat, kept, config.response_ttl_s).routes(),
         *batches.routes,
+        *KserveHttpApi(kserve, bodies).routes(),
         ledger_route(cells),
         *receipt_routes(runner.receipts),
         *dashboard_routes(status),

@@ -49,6 +49,7 @@ from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel
 from router.protocols.embeddings.app import EmbeddingsApi
 from router.protocols.http_server import HttpPort
+from router.protocols.kserve.http import KserveHttpApi
 from router.protocols.ledger import ledger_route
 from router.protocols.openai.app import OpenAiApi
 from router.protocols.receipts import receipt_routes
@@ -213,7 +214,7 @@ class Cluster:
             on_detached=quotas.learn_detached,
         )
         chat = chat or ChatModel.of(self.folder, self.prompts.tokenizer)
-        add_servicers(server, front, status, router_id, chat.tokens)
+        kserve = add_servicers(server, front, status, router_id, chat.tokens)
         bodies = BodyReader(BodyBudget(4 << 20))
         kept = KeptRequests(cells)
         pages = OpenAiApi(front, metrics, list, bodies, chat, kept).app()
@@ -224,6 +225,7 @@ class Cluster:
         pages.router.routes.extend(ResponsesApi(front, bodies, chat, kept, 3600).routes())
         batches = batch_service(config, pages, cells, bodies, server.draining, metrics, authenticator.owner)
         pages.router.routes.extend(batches.routes)
+        pages.router.routes.extend(KserveHttpApi(kserve, bodies).routes())
         pages.router.routes.extend([*dashboard_routes(status), *page_routes()])
         http = HttpPort(AuthenticatedApp(pages, authenticator, refuse, quotas.headers), "127.0.0.1", 0)
         await server.start()

@@ -194,6 +194,7 @@ def document(model: ModelFolder) -> Part:
                 _query("after", _TEXT, "`next_after` of the previous page."),
             )
         },
+        **_kserve_paths(),
         "/health": {"get": _get("Health of this router; 503 if it cannot serve requests.")},
         "/live": {"get": _get("Whether this process makes progress; 503 if it must be restarted.")},
         "/metrics": {"get": _get("Prometheus' metrics.", "text/plain")},
@@ -331,6 +332,45 @@ def _embedding_paths(names: Part, inputs: Part) -> Part:
             )
         },
     }
+
+
+def _kserve_paths() -> Part:
+    """Return the paths of KServe's protocol v2, whose errors are texts."""
+    model = {"name": "model", "in": "path", "required": True, "schema": _SOME_TEXT}
+    tensor = _object(
+        {
+            "name": _TEXT,
+            "datatype": _TEXT,
+            "shape": _array(_integer(0, 1 << 32)),
+            "data": {"type": "array"},
+            "parameters": _OBJECT,
+        },
+        "name",
+    )
+    infer = {"id": _TEXT, "inputs": _array(tensor, minItems=1), "outputs": _array(tensor), "parameters": _OBJECT}
+    # The other fields of TensorRT-LLM's ensemble are tensors, too.
+    generate = {"text_input": _SOME_TEXT, "max_tokens": _integer(1, 1 << 31), "id": _TEXT, "parameters": _OBJECT}
+    one = "/v2/models/{model}"
+    operations = {
+        "/v2": {"get": _get("Name, version and extensions of this server (KServe's protocol v2).")},
+        "/v2/health/live": {"get": _get("Whether this router is live.")},
+        "/v2/health/ready": {"get": _get("Whether this router is ready; 503 if it is not.")},
+        one: {"get": _get("The model's tensors (also /v2/models/{model}/versions/1, as below).") | _with(model)},
+        f"{one}/ready": {"get": _get("Whether the model is ready.") | _with(model)},
+        f"{one}/config": {"get": _get("The model's configuration in Triton's format.") | _with(model)},
+        f"{one}/infer": {"post": _post("Run all rows of a batch of tensors.", infer, ["inputs"]) | _with(model)},
+        f"{one}/generate": {
+            "post": _post("Complete a text (Triton's extension).", generate, ["text_input"]) | _with(model)
+        },
+        f"{one}/generate_stream": {
+            "post": _post("Complete a text, as events.", generate, ["text_input"], stream=True) | _with(model)
+        },
+    }
+    failed = {"application/json": {"schema": _object({"error": _TEXT}, "error")}}
+    for path in operations.values():
+        for operation in path.values():
+            operation["responses"]["default"] = {"description": "Error.", "content": failed}
+    return operations
 
 
 def _responses_sampling(model: ModelFolder) -> Part:
