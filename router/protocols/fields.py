@@ -403,7 +403,11 @@ RESPONSES: Table = {
     "truncation": ("refused", "only disabled is supported"),
     "top_logprobs": ("works", "with `message.output_text.logprobs` in `include`, otherwise ignored"),
     **dict.fromkeys(_RESPONSES_SAMPLING, ("works", "as in chat completions")),
-    "conversation": ("refused", "use `previous_response_id`"),
+    "conversation": (
+        "works",
+        "an id, or an object with one; needs `store`, and excludes `previous_response_id`",
+    ),
+    "conversation.id": ("works", ""),
     "prompt": ("refused", ""),
     "context_management": ("refused", ""),
     "moderation": ("refused", ""),

@@ -29,6 +29,7 @@ from router.authentication import AuthenticatedApp, Authenticator
 from router.dashboard import dashboard_routes
 from router.pages import page_routes
 from router.pipeline.cells import Cells
+from router.pipeline.client_documents import ClientDocuments
 from router.pipeline.detokenizer_pool import DetokenizerPool
 from router.pipeline.embedder import Embedder
 from router.pipeline.gen_ai_metrics import GenAiMetrics
@@ -54,6 +55,8 @@ from router.protocols.ledger import ledger_route
 from router.protocols.openai.app import OpenAiApi
 from router.protocols.receipts import receipt_routes
 from router.protocols.responses.app import ResponsesApi
+from router.protocols.responses.conversations import Conversations
+from router.protocols.responses.conversations_api import ConversationsApi
 from router.status import StatusFeed
 from tests.detokenizer.scripted_scheduler import scripted_scheduler
 
@@ -222,7 +225,9 @@ class Cluster:
         pages.router.routes.extend(EmbeddingsApi(Embedder(front), bodies).routes())
         pages.router.routes.append(ledger_route(cells))
         pages.router.routes.extend(receipt_routes(runner.receipts))
-        pages.router.routes.extend(ResponsesApi(front, bodies, chat, kept, 3600).routes())
+        conversations = Conversations(ClientDocuments(cells), 3600, bodies.max_bytes)
+        responses = ResponsesApi(front, bodies, chat, kept, conversations, 3600)
+        pages.router.routes.extend([*responses.routes(), *ConversationsApi(responses, bodies).routes()])
         batches = batch_service(config, pages, cells, bodies, server.draining, metrics, authenticator.owner)
         pages.router.routes.extend(batches.routes)
         pages.router.routes.extend(KserveHttpApi(kserve, bodies).routes())

@@ -158,6 +158,7 @@ def document(model: ModelFolder) -> Part:
         "/v1/responses/{response_id}/input_items": {
             "get": _get("The input items of a response.") | _with(response_id, *_page(100), order, *included)
         },
+        **_conversation_paths(order, included),
         **_embedding_paths(names, inputs(2048)),
         "/v1/files": {
             "get": _get("The caller's files, newest first.") | _with(*_page(1000), order, purpose),
@@ -334,6 +335,31 @@ def _embedding_paths(names: Part, inputs: Part) -> Part:
     }
 
 
+def _conversation_paths(order: Part, included: list[Part]) -> Part:
+    conversation, item = (
+        {"name": name, "in": "path", "required": True, "schema": _SOME_TEXT} for name in ("conversation_id", "item_id")
+    )
+    items = {"items": _array(_OBJECT, maxItems=20)}
+    metadata = {"metadata": {"type": "object", "additionalProperties": {"type": "string", "maxLength": 512}}}
+    one = "/v1/conversations/{conversation_id}"
+    return {
+        "/v1/conversations": {"post": _post("Create a conversation.", items | metadata, [])},
+        one: {
+            "get": _get("A conversation.") | _with(conversation),
+            "post": _post("Replace a conversation's metadata.", metadata, []) | _with(conversation),
+            "delete": _get("Delete a conversation.") | _with(conversation),
+        },
+        f"{one}/items": {
+            "get": _get("The items of a conversation.") | _with(conversation, *_page(100), order, *included),
+            "post": _post("Add items to a conversation.", items, ["items"]) | _with(conversation, *included),
+        },
+        f"{one}/items/{{item_id}}": {
+            "get": _get("An item of a conversation.") | _with(conversation, item, *included),
+            "delete": _get("Remove an item from a conversation.") | _with(conversation, item),
+        },
+    }
+
+
 def _kserve_paths() -> Part:
     """Return the paths of KServe's protocol v2, whose errors are texts."""
     model = {"name": "model", "in": "path", "required": True, "schema": _SOME_TEXT}
@@ -386,6 +412,7 @@ def _responses_fields(names: Part, model: ModelFolder) -> Part:
         "input": _INPUT,
         "instructions": _TEXT,
         "previous_response_id": _TEXT,
+        "conversation": _any(_TEXT, _object({"id": _TEXT}, "id")),
         "return_receipt": _FLAG,
         "store": _FLAG,
         "background": _FLAG,

@@ -79,6 +79,25 @@ def previous_id(body: Body) -> str:
     return body.text("previous_response_id") or ""
 
 
+def conversation_id_of(body: Body) -> str:
+    """Return the id of the conversation to which a response belongs; empty if there is none. Raises
+    InvalidArgumentError if the field is neither an id nor an object with one, or cannot be combined with others.
+    """
+    if body.fields.get("conversation") is None:
+        return ""
+    is_object = isinstance(body.fields["conversation"], dict)
+    owner = body.child("conversation") if is_object else body
+    assert owner is not None
+    found = owner.text("id" if is_object else "conversation")
+    if not found:
+        raise InvalidArgumentError("must be an id, or an object with an id", field="conversation")
+    if previous_id(body):
+        raise InvalidArgumentError("must not be set together with previous_response_id", field="conversation")
+    if body.flag("store") is False:
+        raise InvalidArgumentError("needs store, since its items are stored", field="conversation")
+    return found
+
+
 def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) -> ResponseJob:
     """Return the job for a body.
 
@@ -90,6 +109,7 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
         UnsupportedError: The body uses a feature that this service lacks.
     """
     ignored = check_fields(body, RESPONSES, RESPONSES_TYPES, RESPONSES_OPAQUE)
+    conversation_id_of(body)  # checks the field
     is_stored, is_background = body.flag("store") is not False, bool(body.flag("background"))
     if is_background and not is_stored:
         raise InvalidArgumentError("needs store", field="background")
@@ -197,6 +217,11 @@ def _refuse_values(body: Body) -> None:
     for extra in body.texts("include"):
         if extra not in _INCLUDABLE:
             raise InvalidArgumentError(f"{extra[:64]!r} is not known; use {', '.join(_INCLUDABLE)}", field="include")
+    check_metadata(body)
+
+
+def check_metadata(body: Body) -> Mapping[str, object]:
+    """Return the metadata of a body; empty if there are none. Raises InvalidArgumentError if they are invalid."""
     metadata = body.get("metadata")
     pairs = metadata.items() if isinstance(metadata, dict) else ()
     if metadata is not None and not isinstance(metadata, dict):
@@ -208,6 +233,7 @@ def _refuse_values(body: Body) -> None:
             f"values of at most {_MAX_VALUE}"
         )
         raise InvalidArgumentError(reason, field="metadata")
+    return metadata or {}
 
 
 @dataclass(slots=True)
@@ -310,9 +336,11 @@ def echo_of(body: Body) -> dict[str, object]:
     text = body.get("text")
     reasoning = body.get("reasoning")
     tier = body.get("service_tier")
+    conversation = body.get("conversation")
     return {
         "background": bool(body.get("background")),
         "instructions": body.get("instructions"),
+        "conversation": {"id": conversation} if isinstance(conversation, str) else conversation,
         "max_output_tokens": body.get("max_output_tokens"),
         "max_tool_calls": body.get("max_tool_calls"),
         "metadata": body.get("metadata") or {},

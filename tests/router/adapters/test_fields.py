@@ -588,6 +588,7 @@ RESPONSES_EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     },
     "chat_template_kwargs": ({}, {"chat_template_kwargs": {"a": 1}}),
     "conversation": ({}, {"conversation": "c"}),
+    "conversation.id": ({}, {"conversation": {"id": "c"}}),
     "prompt": ({}, {"prompt": {"id": "p"}}),
     "context_management": ({}, {"context_management": [{"type": "compaction"}]}),
     "moderation": ({}, {"moderation": {"model": "m"}}),
@@ -662,10 +663,10 @@ def run_rerank(fields: dict[str, object]) -> tuple[str, list[str]]:
 
 def run_response(fields: dict[str, Any]) -> tuple[str, list[str]]:
     """Return everything that a /responses request body sets, and its ignored fields. Fields that are only echoed in the
-    response are left out, except `metadata` and `previous_response_id`.
+    response are left out, except `metadata`, `previous_response_id` and `conversation`.
     """
     job = read_response(Body({"input": "Hi"} | fields), MODEL)
-    shown = {name: job.echo[name] for name in ("metadata", "previous_response_id")}
+    shown = {name: job.echo[name] for name in ("metadata", "previous_response_id", "conversation")}
     modes = (job.is_stream, job.is_stored, job.is_background, job.shows_hidden)
     return f"{_conversation(job.conversation)}\n{shown} {job.custom_tools} {modes}", job.ignored
 
