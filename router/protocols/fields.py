@@ -69,7 +69,7 @@ _COMMON: Table = {
     "json_schema": ("works", "as in llama.cpp and SGLang: a schema, or its JSON text"),
     "ebnf": ("works", "as in SGLang"),
     "regex": ("works", "as in SGLang"),
-    "return_token_ids": ("works", "adds `token_ids` and `prompt_token_ids`"),
+    "return_token_ids": ("works", "adds `token_ids` of the output and `prompt_token_ids`, also with `echo`"),
     "spaces_between_special_tokens": ("ignored", "the tokenizer decides"),
     "add_special_tokens": ("works", "true by default for `prompt`, false for `messages`"),
     "allowed_token_ids": ("works", "no others are generated, end tokens included"),

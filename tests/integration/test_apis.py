@@ -111,6 +111,29 @@ async def test_every_choice_echoes_the_prompts_log_probabilities_streamed_or_not
         assert choice.text == "".join(choice.logprobs.tokens or [])
 
 
+async def test_token_ids_are_those_of_the_output_although_the_prompt_is_echoed(clients: ApiClients) -> None:
+    """As in vLLM, also in streams; log probabilities name all tokens by their ids."""
+    prompts = [[504, 3575, 282], [504, 3575, 282, 4649, 314]]
+    extra = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    fields: dict[str, Any] = {"model": "smollm2", "prompt": prompts, "max_tokens": 4, "seed": 5, "extra_body": extra}
+    plain = await clients.openai.completions.create(**fields)
+    fields |= {"echo": True, "logprobs": 0}
+    whole = await clients.openai.completions.create(**fields)
+    streamed: dict[int, dict[str, list[int]]] = {0: {}, 1: {}}
+    async for event in await clients.openai.completions.create(**fields, stream=True):
+        for choice in event.choices:
+            for name in ("token_ids", "prompt_token_ids"):
+                streamed[choice.index].setdefault(name, []).extend((choice.model_extra or {}).get(name) or [])
+    for prompt, without, choice in zip(prompts, plain.choices, whole.choices, strict=True):
+        output = (without.model_extra or {})["token_ids"]
+        assert len(output) == 4
+        assert choice.model_extra is not None
+        assert choice.model_extra["token_ids"] == streamed[choice.index]["token_ids"] == output
+        assert choice.model_extra["prompt_token_ids"] == streamed[choice.index]["prompt_token_ids"] == prompt
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens == [f"token_id:{token}" for token in prompt + output]
+
+
 async def test_a_conversation_gives_the_same_tokens_as_the_native_call(clients: ApiClients) -> None:
     native = await collect(clients.native, chat(str(QUESTION[0].get("content")), max_tokens=12))
     extra = {"return_token_ids": True}
