@@ -192,7 +192,10 @@ def _ban_others(logits: Tensor, state: Rows, rows: IntArray, places: list[int], 
     for i in places:
         is_banned = np.ones(logits.shape[1], dtype=bool)
         is_banned[list(state.sampling[rows[i]].allowed_token_ids)] = False
-        _ban(logits, i, np.flatnonzero(is_banned), before)
+        if before is None:  # always on a GPU, to which a mask is sent faster than indices
+            logits[i].masked_fill_(send(is_banned, logits.device), -torch.inf)
+        else:
+            _ban(logits, i, np.flatnonzero(is_banned), before)
 
 
 def _ban(logits: Tensor, place: int, token_ids: list[int] | NDArray[np.integer[Any]], before: Before | None) -> None:
