@@ -23,6 +23,7 @@ class Feature(enum.IntFlag):
     POST_PROCESSED = 1024
     TRACED = 2048
     BEAMS = 4096
+    ALLOWED_TOKENS = 8192
 
 
 def features_of(new: NewSequence) -> Feature:
@@ -50,6 +51,8 @@ def _of_sampling(sampling: SamplingParams) -> Feature:
         features |= Feature.BAD_WORDS
     if sampling.no_repeat_ngram_size:
         features |= Feature.NGRAMS
+    if sampling.allowed_token_ids:
+        features |= Feature.ALLOWED_TOKENS
     if sampling.top_p_decay != 1.0:
         features |= Feature.TOP_P_DECAY
     return features

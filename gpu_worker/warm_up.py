@@ -26,6 +26,7 @@ _SAMPLINGS = (
         embedding_bias=((0, 1.0),),
         bad_words=((1,),),
         no_repeat_ngram_size=3,
+        allowed_token_ids=(0, 2, 3),
         min_tokens=1,
         end_ids=(2,),
         log_probs=5,

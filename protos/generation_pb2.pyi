@@ -307,7 +307,9 @@ class Image(google.protobuf.message.Message):
 
     DATA_FIELD_NUMBER: builtins.int
     data: builtins.bytes
-    """The contents of a PNG, JPEG, WebP or GIF file of at most 16 MiB and 2^25 pixels. The first frame of a GIF is used."""
+    """The contents of a PNG, JPEG, WebP, GIF, AVIF, BMP or TIFF file of at most 16 MiB and 2^25 pixels. Of several frames
+    or pages, the first is used; it is turned upright as its EXIF orientation says.
+    """
     def __init__(
         self,
         *,
@@ -452,6 +454,7 @@ class SamplingConfig(google.protobuf.message.Message):
     NUM_RETURN_SEQUENCES_FIELD_NUMBER: builtins.int
     EMBEDDING_BIAS_FIELD_NUMBER: builtins.int
     PENALIZE_PROMPT_FIELD_NUMBER: builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: builtins.int
     beam_width: builtins.int
     """1 selects sampling, a higher value beam search with this number of beams. 1 to the router's max_beam_width (16),
     default 1.
@@ -507,6 +510,10 @@ class SamplingConfig(google.protobuf.message.Message):
     def embedding_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
         """Added to logits before penalties. Finite."""
 
+    @property
+    def allowed_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Only these tokens are generated; that includes end tokens. Empty: all tokens of the vocabulary."""
+
     def __init__(
         self,
         *,
@@ -530,9 +537,10 @@ class SamplingConfig(google.protobuf.message.Message):
         num_return_sequences: builtins.int | None = ...,
         embedding_bias: collections.abc.Mapping[builtins.int, builtins.float] | None = ...,
         penalize_prompt: builtins.bool = ...,
+        allowed_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_beam_search_diversity_rate", b"_beam_search_diversity_rate", "_beam_width", b"_beam_width", "_early_stopping", b"_early_stopping", "_frequency_penalty", b"_frequency_penalty", "_length_penalty", b"_length_penalty", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_num_return_sequences", b"_num_return_sequences", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_top_p_decay", b"_top_p_decay", "_top_p_min", b"_top_p_min", "_top_p_reset_id", b"_top_p_reset_id", "beam_search_diversity_rate", b"beam_search_diversity_rate", "beam_width", b"beam_width", "early_stopping", b"early_stopping", "frequency_penalty", b"frequency_penalty", "length_penalty", b"length_penalty", "min_p", b"min_p", "min_tokens", b"min_tokens", "no_repeat_ngram_size", b"no_repeat_ngram_size", "num_return_sequences", b"num_return_sequences", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "top_p_decay", b"top_p_decay", "top_p_min", b"top_p_min", "top_p_reset_id", b"top_p_reset_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_beam_search_diversity_rate", b"_beam_search_diversity_rate", "_beam_width", b"_beam_width", "_early_stopping", b"_early_stopping", "_frequency_penalty", b"_frequency_penalty", "_length_penalty", b"_length_penalty", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_num_return_sequences", b"_num_return_sequences", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_top_p_decay", b"_top_p_decay", "_top_p_min", b"_top_p_min", "_top_p_reset_id", b"_top_p_reset_id", "beam_search_diversity_rate", b"beam_search_diversity_rate", "beam_width", b"beam_width", "early_stopping", b"early_stopping", "embedding_bias", b"embedding_bias", "frequency_penalty", b"frequency_penalty", "length_penalty", b"length_penalty", "min_p", b"min_p", "min_tokens", b"min_tokens", "no_repeat_ngram_size", b"no_repeat_ngram_size", "num_return_sequences", b"num_return_sequences", "penalize_prompt", b"penalize_prompt", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "top_p_decay", b"top_p_decay", "top_p_min", b"top_p_min", "top_p_reset_id", b"top_p_reset_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_beam_search_diversity_rate", b"_beam_search_diversity_rate", "_beam_width", b"_beam_width", "_early_stopping", b"_early_stopping", "_frequency_penalty", b"_frequency_penalty", "_length_penalty", b"_length_penalty", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_num_return_sequences", b"_num_return_sequences", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_top_p_decay", b"_top_p_decay", "_top_p_min", b"_top_p_min", "_top_p_reset_id", b"_top_p_reset_id", "allowed_token_ids", b"allowed_token_ids", "beam_search_diversity_rate", b"beam_search_diversity_rate", "beam_width", b"beam_width", "early_stopping", b"early_stopping", "embedding_bias", b"embedding_bias", "frequency_penalty", b"frequency_penalty", "length_penalty", b"length_penalty", "min_p", b"min_p", "min_tokens", b"min_tokens", "no_repeat_ngram_size", b"no_repeat_ngram_size", "num_return_sequences", b"num_return_sequences", "penalize_prompt", b"penalize_prompt", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "top_p_decay", b"top_p_decay", "top_p_min", b"top_p_min", "top_p_reset_id", b"top_p_reset_id"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_beam_search_diversity_rate", b"_beam_search_diversity_rate"]) -> typing.Literal["beam_search_diversity_rate"] | None: ...
     @typing.overload

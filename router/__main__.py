@@ -27,6 +27,7 @@ from router.pages import page_routes
 from router.pipeline.call_turns import CallTurns
 from router.pipeline.cell_metrics import CellMetrics
 from router.pipeline.cells import Cells
+from router.pipeline.client_documents import ClientDocuments
 from router.pipeline.detokenizer_pool import DetokenizerPool
 from router.pipeline.embedder import Embedder
 from router.pipeline.gen_ai_metrics import GenAiMetrics
@@ -48,10 +49,13 @@ from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel
 from router.protocols.embeddings.app import EmbeddingsApi
 from router.protocols.http_server import HostCheckedApp, HttpPort, for_pages
+from router.protocols.kserve.http import KserveHttpApi
 from router.protocols.ledger import ledger_route
 from router.protocols.openai.app import OpenAiApi
 from router.protocols.receipts import receipt_routes
 from router.protocols.responses.app import ResponsesApi
+from router.protocols.responses.conversations import Conversations
+from router.protocols.responses.conversations_api import ConversationsApi
 from router.status import StatusFeed
 
 _SWITCH_INTERVAL_S = 0.0005
@@ -150,16 +154,20 @@ async def serve(config: RouterConfig) -> None:
         on_routers=quotas.learn,
         on_detached=quotas.learn_detached,
     )
-    add_servicers(server, front, status, router_id, chat.tokens)
+    kserve = add_servicers(server, front, status, router_id, chat.tokens)
     bodies = BodyReader(BodyBudget(max_body_bytes(folder, config.max_body_bytes, config.max_message_bytes)))
     kept = KeptRequests(cells)
+    conversations = Conversations(ClientDocuments(cells), config.response_ttl_s, bodies.max_bytes)
+    responses = ResponsesApi(front, bodies, chat, kept, conversations, config.response_ttl_s)
     pages = OpenAiApi(front, metrics, progress.problems, bodies, chat, kept, progress.stalled).app()
     batches = batch_service(config, pages, cells, bodies, server.leaving, metrics, authenticator.owner)
     pages.router.routes += [
         *MessagesApi(front, bodies, chat).routes(),
         *EmbeddingsApi(Embedder(front), bodies).routes(),
-        *ResponsesApi(front, bodies, chat, kept, config.response_ttl_s).routes(),
+        *responses.routes(),
+        *ConversationsApi(responses, bodies).routes(),
         *batches.routes,
+        *KserveHttpApi(kserve, bodies).routes(),
         ledger_route(cells),
         *receipt_routes(runner.receipts),
         *dashboard_routes(status),

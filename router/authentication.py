@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _OPEN_METHODS = "/grpc.health.v1.Health/"
 # Pages contain no data; they fetch data with the user's token.
-_OPEN_PATHS = frozenset({"/health", "/live", "/dashboard", "/", "/docs"})
+_OPEN_PATHS = frozenset({"/health", "/live", "/v2/health/live", "/v2/health/ready", "/dashboard", "/", "/docs"})
 _OPEN_PREFIXES = ("/dashboard/static/", "/static/")
 _MIN_TOKEN_CHARACTERS = 16
 _LOOK_INTERVAL_S = 1.0

@@ -85,6 +85,8 @@ _HTTP = (
     ("/score", _GENERATE),
     ("/rerank", _GENERATE),
     ("/v2/rerank", _GENERATE),
+    ("/v2/models/", _GENERATE),
+    ("/v2", _ANY),
     ("/tokenize", _GENERATE),
     ("/detokenize", _GENERATE),
     ("/metrics", _OBSERVE),

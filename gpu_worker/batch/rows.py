@@ -226,6 +226,7 @@ class Rows:
             return InvalidArgumentError("a block id is outside the pool")
         wanted = [token for token, _ in new.sampling.embedding_bias] + list(new.sampling.end_ids)
         wanted += [token for word in new.sampling.bad_words for token in word]
+        wanted += new.sampling.allowed_token_ids
         if wanted and not 0 <= min(wanted) <= max(wanted) < self._vocab_size:
             return InvalidArgumentError(f"a token id is not in 0..{self._vocab_size - 1}", field="sampling")
         return None

@@ -43,6 +43,7 @@ class SamplingParams:
         penalize_prompt: Whether presence and frequency penalties count the tokens of the prompt as well.
         embedding_bias: (token id, value added to its logit).
         no_repeat_ngram_size: Size of n-grams that must not occur twice; 0 means no such limit.
+        allowed_token_ids: The only tokens that are sampled; empty means all.
         top_p_decay, top_p_min, top_p_reset_id: Per-token decay of top_p; a reset id of -1 means none.
         beam_width: Above 1, the row is a beam, which reports candidates instead of a token.
         beam_stop: Stop words of a beam; None if nothing but single tokens may end it.
@@ -65,6 +66,7 @@ class SamplingParams:
     embedding_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     no_repeat_ngram_size: int = 0
+    allowed_token_ids: tuple[int, ...] = ()
     top_p_decay: float = 1.0
     top_p_min: float = 1e-6
     top_p_reset_id: int = -1

@@ -16,12 +16,12 @@ import signal
 import socket
 import warnings
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from gpu_worker.models.image_files import CPU_LIMIT_S, EXIT_CODE, MAX_PIXELS, MAX_SIDE, MEMORY_BYTES, WALL_LIMIT_S
 from midstream.socket_messages import receive, send
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF", "BMP", "TIFF")
 
 
 def read_image(data: bytes) -> tuple[dict[str, object], bytes]:
@@ -35,13 +35,25 @@ def read_image(data: bytes) -> tuple[dict[str, object], bytes]:
                 return {"error": f"has {width * height} pixels; must have at most {MAX_PIXELS}"}, b""
             if max(width, height) > MAX_SIDE:
                 return {"error": f"has {width} x {height} pixels; each side must have at most {MAX_SIDE}"}, b""
-            return {"width": width, "height": height}, image.convert("RGB").tobytes()
+            pixels = _upright(image).convert("RGB")
+            return {"width": pixels.width, "height": pixels.height}, pixels.tobytes()
     except UnidentifiedImageError:
         return {"error": f"is not an image of the types {', '.join(FORMATS)}"}, b""
     except MemoryError:
         return {"error": "cannot be read as an image: it needs too much memory"}, b""
     except Exception as error:  # noqa: BLE001 (decoders raise anything for a damaged file)
         return {"error": f"cannot be read as an image: {str(error)[:200]}"}, b""
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Return an image as its EXIF orientation says that it is seen; damaged metadata are ignored."""
+    image.load()
+    try:
+        return ImageOps.exif_transpose(image)
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 (damaged metadata raise anything)
+        return image
 
 
 def _warm_up() -> None:

@@ -64,8 +64,8 @@ class ImageEncoder:
 
     @torch.inference_mode()
     def encode(self, data: bytes) -> EncodedImage:
-        """Encode a PNG, JPEG, WebP or GIF file (its first frame). Raises InvalidArgumentError if `data` is not such a
-        file, or the image is too large.
+        """Encode an image file (its first frame), turned upright. Raises InvalidArgumentError if `data` is not a file
+        of image_file_reader.FORMATS, or the image is too large.
         """
         inputs = self._processor(images=[self._files.read(data)], return_tensors="pt", return_row_col_info=True)
         features = self._model.get_image_features(

@@ -1,8 +1,8 @@
 """Modifies logits before sampling, as requested.
 
-The processors are, in this order: bias, penalties, a ban of end tokens until min_tokens, bad words, and repeated
-n-grams. All depend only on the row's tokens, so a rebuilt row continues unchanged. Rows without such parameters are
-skipped.
+The processors are, in this order: bias, penalties, a ban of end tokens until min_tokens, bad words, repeated n-grams,
+and tokens that are not allowed. All depend only on the row's tokens, so a rebuilt row continues unchanged. Rows without
+such parameters are skipped.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from gpu_worker.batch.step import IntArray
 from gpu_worker.features import Feature
 from gpu_worker.sampling.distribution import bounded
 
-STEERING = Feature.PENALTIES | Feature.BIAS | Feature.MIN_TOKENS | Feature.BAD_WORDS | Feature.NGRAMS
-
+STEERING = (
+    Feature.PENALTIES | Feature.BIAS | Feature.MIN_TOKENS | Feature.BAD_WORDS | Feature.NGRAMS | Feature.ALLOWED_TOKENS
+)
 
 Before = list[tuple[Tensor, Tensor]]
 
@@ -184,11 +185,21 @@ def _ban_ngrams(logits: Tensor, state: Rows, rows: IntArray, places: list[int], 
     for i in places:
         tokens = state.tokens[rows[i], : state.lengths[rows[i]]]
         ends = repeated_ngram_ends(tokens, state.sampling[rows[i]].no_repeat_ngram_size)
-        _ban(logits, i, ends[ends < logits.shape[1]].tolist(), before)
+        _ban(logits, i, ends[ends < logits.shape[1]], before)
 
 
-def _ban(logits: Tensor, place: int, token_ids: list[int], before: Before | None) -> None:
-    if token_ids:
+def _ban_others(logits: Tensor, state: Rows, rows: IntArray, places: list[int], before: Before | None) -> None:
+    for i in places:
+        is_banned = np.ones(logits.shape[1], dtype=bool)
+        is_banned[list(state.sampling[rows[i]].allowed_token_ids)] = False
+        if before is None:  # always on a GPU, to which a mask is sent faster than indices
+            logits[i].masked_fill_(send(is_banned, logits.device), -torch.inf)
+        else:
+            _ban(logits, i, np.flatnonzero(is_banned), before)
+
+
+def _ban(logits: Tensor, place: int, token_ids: list[int] | NDArray[np.integer[Any]], before: Before | None) -> None:
+    if len(token_ids):
         at = send(np.array(token_ids, dtype=np.int64) + place * logits.shape[1], logits.device)
         _write(logits, at, torch.full_like(at, -torch.inf, dtype=logits.dtype), before)
 
@@ -205,4 +216,5 @@ _CHANGES = (
     (Feature.MIN_TOKENS, _hold_back_end),
     (Feature.BAD_WORDS, _ban_bad_words),
     (Feature.NGRAMS, _ban_ngrams),
+    (Feature.ALLOWED_TOKENS, _ban_others),
 )

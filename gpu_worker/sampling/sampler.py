@@ -40,7 +40,7 @@ from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamErro
 _IS_EMPTY = -2
 # Features that `choose` supports. The others read the logits on the host, or need their result before the next step.
 _ON_DEVICE = STEERING | Feature.LOG_PROBS | Feature.TOP_P_DECAY | Feature.GUIDED
-# Features that change logits before sampling: any logits of a row or, for those in STEERING, only a few.
+# Features that change logits before sampling: those in STEERING can be undone, the others need a copy of the row.
 # TRACED changes nothing, but the logits are needed before and after every change.
 _CHANGES_ROWS = Feature.GUIDED | Feature.POST_PROCESSED | Feature.BEAMS | Feature.TRACED
 _CHANGES_LOGITS = STEERING | _CHANGES_ROWS
@@ -239,7 +239,7 @@ class Sampler:
     def _pick_steered(
         self, logits: Tensor, rows: IntArray, places: IntArray, errors: dict[int, MidstreamError]
     ) -> IntArray:
-        """Return the tokens at `places`, for rows in which few logits are modified; these are restored afterwards."""
+        """Return the tokens at `places`, for rows whose logits are modified in place and restored afterwards."""
         before: list[tuple[Tensor, Tensor]] = []
         steer(logits, self._rows, rows, places, before)
         token_ids, highest = self._pick(logits, rows, places, self._rows.temperature[rows[places]])

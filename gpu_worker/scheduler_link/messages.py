@@ -27,6 +27,7 @@ PROTOCOL_VERSION = 1
 # Optional features of this worker; requests that need others fail individually.
 FEATURES = (
     "additional_outputs",
+    "allowed_tokens",
     "bad_words",
     "beam_search",
     "context_logits",
@@ -150,6 +151,7 @@ def _sampling(message: worker_pb2.AddSequence) -> SamplingParams:
         embedding_bias=tuple(sorted(sampling.embedding_bias.items())),
         bad_words=tuple(tuple(word.values) for word in message.bad_words),
         no_repeat_ngram_size=sampling.no_repeat_ngram_size,
+        allowed_token_ids=tuple(sampling.allowed_token_ids),
         top_p_decay=sampling.top_p_decay if sampling.HasField("top_p_decay") else 1.0,
         top_p_min=sampling.top_p_min if sampling.HasField("top_p_min") else 1e-6,
         top_p_reset_id=sampling.top_p_reset_id if sampling.HasField("top_p_reset_id") else -1,

@@ -19,6 +19,7 @@ _ALLOWED = (
     | Feature.LOG_PROBS
     | Feature.BAD_WORDS
     | Feature.NGRAMS
+    | Feature.ALLOWED_TOKENS
     | Feature.TOP_P_DECAY
 )
 

@@ -51,6 +51,7 @@ class SamplingParams:
         end_id: Token that ends a sequence, instead of the model's end ids.
         ignore_eos: Continue past the model's end ids.
         embedding_bias: Value to add to the logit of each token id.
+        allowed_token_ids: The only tokens that may be generated, end tokens included; empty allows all.
         num_return_sequences: Number of independent sequences; with beam search, number of beams to return (default:
             all).
         log_probs: Report the log probabilities of each token and of this number of most likely tokens.
@@ -83,6 +84,7 @@ class SamplingParams:
     num_return_sequences: int | None = None
     penalize_prompt: bool = False
     embedding_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] = ()
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     stop_word_token_ids: Sequence[Sequence[int]] = ()
@@ -116,6 +118,8 @@ class SamplingParams:
         set_fields(request.output, **self._values(_OUTPUT_FIELDS))
         with naming("embedding_bias", f"a map from {_IDS} to numbers"):
             request.sampling.embedding_bias.update(self.embedding_bias or {})
+        with naming("allowed_token_ids", f"a list of {_IDS}"):
+            request.sampling.allowed_token_ids.extend(self.allowed_token_ids)
         with naming("stop", _WORDS):
             request.stopping.stop_words.extend(words_of(self.stop))
         with naming("stop_token_ids", f"a list of {_IDS}"):
@@ -165,7 +169,9 @@ def words_of(words: str | Sequence[str]) -> Sequence[str]:
 
 
 _OWN_FIELDS = {field.name for field in fields(SamplingParams)}
-_SAMPLING_FIELDS = sorted(_OWN_FIELDS.intersection(pb.SamplingConfig.DESCRIPTOR.fields_by_name) - {"embedding_bias"})
+_SAMPLING_FIELDS = sorted(
+    _OWN_FIELDS.intersection(pb.SamplingConfig.DESCRIPTOR.fields_by_name) - {"embedding_bias", "allowed_token_ids"}
+)
 _STOPPING_FIELDS = ("end_id", "pad_id", "ignore_eos", "include_stop_in_output")
 _OUTPUT_FIELDS = sorted(_OWN_FIELDS.intersection(pb.OutputConfig.DESCRIPTOR.fields_by_name) - {"additional_outputs"})
 

@@ -40,9 +40,9 @@ class MultimodalParams:
 
     Attributes:
         multimodal_data: `{"image": images}`, for a model that reads images and a prompt of text with its image token
-            for each: one image or a list, each as the contents of a file (PNG, JPEG, WebP, GIF) or an image of Pillow.
-            Or `{"multimodal_embedding": array}`, [tokens, hidden size]: token id vocabulary size + i in the prompt
-            stands for row i; a prompt without such ids begins with all rows.
+            for each: one image or a list, each as the contents of a file (PNG, JPEG, WebP, GIF, AVIF, BMP, TIFF) or an
+            image of Pillow. Or `{"multimodal_embedding": array}`, [tokens, hidden size]: token id vocabulary size + i
+            in the prompt stands for row i; a prompt without such ids begins with all rows.
     """
 
     multimodal_data: Mapping[str, Any] = field(default_factory=dict)

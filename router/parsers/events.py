@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """A piece of the answer."""
+    """A piece of the answer.
+
+    Attributes:
+        start: Position of its first character in the model's text.
+    """
 
     text: str
+    start: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +64,8 @@ def joined(events: list[Event]) -> list[Event]:
         last = result[-1] if result else None
         if isinstance(event, TextDelta | ReasoningDelta) and not event.text:
             continue
-        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
-            result[-1] = TextDelta(last.text + event.text)
+        if isinstance(event, TextDelta) and isinstance(last, TextDelta) and event.start == last.start + len(last.text):
+            result[-1] = TextDelta(last.text + event.text, last.start)
         elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
             result[-1] = ReasoningDelta(last.text + event.text)
         elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:

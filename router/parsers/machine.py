@@ -73,6 +73,7 @@ class Machine:
     def __init__(self, script: Script, offer: Offer) -> None:
         self.offer = offer
         self._held = ""
+        self._num_fed = 0  # characters
         self._is_ended = False
         self._has_finished = False
         self._space = ""  # white space that was trimmed from the answer before the last marker
@@ -85,6 +86,7 @@ class Machine:
     def feed(self, text: str) -> list[Event]:
         """Feed the next piece of text, and return the events that it makes final."""
         self._held += text
+        self._num_fed += len(text)
         self._resume()
         return self._take()
 
@@ -98,8 +100,7 @@ class Machine:
         if not self._has_finished:
             self._has_finished = next(self._script, self) is self
         if self._has_finished and self._held:
-            self.text(self._held)
-            self._held = ""
+            self.text(self._consume(len(self._held)))
 
     def _take(self) -> list[Event]:
         events, self._events = joined(self._events), []
@@ -108,9 +109,9 @@ class Machine:
     # Methods with which scripts emit output.
 
     def text(self, text: str) -> None:
-        """Emit text of the answer."""
+        """Emit text of the answer, which was consumed last."""
         if not self._is_full:
-            self._events.append(TextDelta(text))
+            self._events.append(TextDelta(text, self._num_fed - len(self._held) - len(text)))
 
     def reasoning(self, text: str) -> None:
         if not self._is_full:
@@ -180,13 +181,13 @@ class Machine:
                 end = len(self._held[:end].rstrip())
             if not marker and self._is_ended:
                 end = len(self._held)
-            emit(self._held[:end])
+            emit(self._consume(end))
             if marker:
+                space = self._consume(position - end)
                 # White space after reasoning is not part of the answer.
-                self._space = self._held[end:position] if emit == self.text else ""
-                self._held = self._held[position + len(marker) :]
+                self._space = space if emit == self.text else ""
+                self._consume(len(marker))
                 return marker
-            self._held = self._held[end:]
             if self._is_ended:
                 return None
             yield

@@ -1,4 +1,4 @@
-"""Documents that the router stores in the schedulers on behalf of clients: files and batches.
+"""Documents that the router stores in the schedulers on behalf of clients: files, batches and conversations.
 
 A document belongs to the cell in which it was stored. Ids are unique across all cells; a read queries every cell.
 """

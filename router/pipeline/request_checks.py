@@ -101,6 +101,7 @@ FEATURES: dict[str, Callable[[pb.GenerateRequest], bool]] = {
     "continuation": lambda request: request.HasField("continuation"),
     "bad_words": lambda request: bool(request.stopping.bad_words or request.stopping.bad_word_token_ids),
     "embedding_bias": lambda request: bool(request.sampling.embedding_bias),
+    "allowed_tokens": lambda request: bool(request.sampling.allowed_token_ids),
     "no_repeat_ngram": lambda request: request.sampling.no_repeat_ngram_size > 0,
     "top_p_decay": lambda request: request.sampling.HasField("top_p_decay"),
     "penalties": lambda request: any(
@@ -121,6 +122,7 @@ _FEATURE_FIELDS = {
     "sampling_outputs": "output.additional_outputs",
     "bad_words": "stopping.bad_words",
     "embedding_bias": "sampling.embedding_bias",
+    "allowed_tokens": "sampling.allowed_token_ids",
     "no_repeat_ngram": "sampling.no_repeat_ngram_size",
     "top_p_decay": "sampling.top_p_decay",
     "penalties": "sampling",
@@ -313,6 +315,9 @@ def check_sampling(sampling: pb.SamplingConfig, model: ModelFolder) -> None:
             _Range(0, model.max_sequence_length).check(value, f"sampling.{field.name}")
         elif field.name == "top_p_reset_id":
             check_token_ids((value,), model.vocab_size, "sampling.top_p_reset_id")
+        elif field.name == "allowed_token_ids":
+            _at_most(len(value), model.vocab_size, "sampling.allowed_token_ids")
+            check_token_ids(value, model.vocab_size, "sampling.allowed_token_ids")
         elif field.name == "embedding_bias":
             for token_id, bias in value.items():
                 check_token_ids((token_id,), model.vocab_size, "sampling.embedding_bias")

@@ -18,12 +18,15 @@ ADAPTED_SERVICES = ("inference.GRPCInferenceService", "openengine.v1.Inference",
 
 def add_servicers(
     server: Server, front: FrontDoor, status: StatusFeed, router_id: str, tokens: Mapping[str, int]
-) -> None:
-    """Add the public gRPC services to a router's server: the native one, KServe's and openengine's. `tokens` are the
-    markers of the model's format that are a single token, with the token's id.
+) -> KserveServicer:
+    """Add the public gRPC services to a router's server: the native one, KServe's and openengine's. Return KServe's,
+    which the HTTP port serves as well. `tokens` are the markers of the model's format that are a single token, with the
+    token's id.
     """
     native = RouterServicer(front, status, router_id, tokens)
     service_pb2_grpc.add_MidstreamServicer_to_server(native, server.grpc)
-    kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(KserveServicer(front, tokens), server.grpc)
+    kserve = KserveServicer(front, tokens)
+    kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, server.grpc)
     openengine_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(front, tokens), server.grpc)
     openengine_pb2_grpc.add_ControlServicer_to_server(ControlServicer(front, native), server.grpc)
+    return kserve

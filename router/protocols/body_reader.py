@@ -31,9 +31,15 @@ class BodyReader:
         return self._budget.max_body_bytes
 
     async def read(self, request: Request, make: Callable[[Body], _T]) -> _T:
-        """Return the result of `make` for the parsed body; long bodies are parsed in a thread. Raises
-        InvalidArgumentError if the body is too large, or is not a JSON object, or OverloadedError if too many bytes of
-        request bodies are in memory.
+        """Return the result of `make` for the parsed body. Raises the errors of `read_data`, or InvalidArgumentError if
+        the body is not a JSON object.
+        """
+        return await self.read_data(request, lambda data: make(Body.parse(data)))
+
+    async def read_data(self, request: Request, make: Callable[[bytes], _T]) -> _T:
+        """Return the result of `make` for the body; it is called in a thread for long bodies. Raises
+        InvalidArgumentError if the body is too large, or OverloadedError if too many bytes of request bodies are in
+        memory.
         """
         limit, data = self._budget.max_body_bytes, bytearray()
         with self._budget.hold(current_caller.get().name) as held:
@@ -48,9 +54,9 @@ class BodyReader:
                 if len(data) > limit:
                     raise InvalidArgumentError(f"the body has more than {limit} bytes")
             if len(data) <= _INLINE_BYTES:
-                return make(Body.parse(bytes(data)))
-            return await self._threads.run(lambda: make(Body.parse(bytes(data))))
+                return make(bytes(data))
+            return await self._threads.run(lambda: make(bytes(data)))
 
-    async def render(self, make: Callable[[], bytes]) -> bytes:
+    async def render(self, make: Callable[[], _T]) -> _T:
         """Run `make`, which renders a long response, in a thread and return its result."""
         return await self._threads.run(make)

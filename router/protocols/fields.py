@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -15,11 +16,13 @@ from protos import generation_pb2 as pb
 from router.protocols.openai.body import Body
 
 Status = Literal["works", "refused", "ignored"]
-# Path of a field, without indexes -> how the field is handled, and why.
+# Path of a field, without indexes -> how the field is handled, and why. `x.*` stands for all fields in x, at any depth,
+# that are not in the table.
 Table = Mapping[str, tuple[Status, str]]
 # Path of objects, without indexes -> the values that their `type` may have.
 Types = Mapping[str, Sequence[str]]
 
+_OTHERS = "fields that are not in this table, such as those of other services"
 # Fields of both completions and chat completions: first OpenAI's, then vLLM's, then those of this service.
 _COMMON: Table = {
     "n": ("works", ""),
@@ -34,6 +37,7 @@ _COMMON: Table = {
     "stream_options": ("works", "`include_usage`, `continuous_usage_stats`; only with `stream`"),
     "stream_options.include_obfuscation": ("ignored", "events are not padded"),
     "response_format": ("works", "also `structural_tag`; JSON applies after any reasoning"),
+    "response_format.schema": ("works", "of `json_object`, as in llama.cpp"),
     "response_format.json_schema": ("ignored", "if the format is text or any JSON"),
     "response_format.json_schema.name": ("ignored", "schemas do not need a name"),
     "response_format.json_schema.description": ("ignored", "only the schema is used"),
@@ -61,10 +65,14 @@ _COMMON: Table = {
     "guided_choice": ("works", ""),
     "guided_whitespace_pattern": ("works", "with a JSON schema: the white space between values"),
     "structured_outputs": ("works", "with `structural_tag` and `whitespace_pattern` as well"),
-    "return_token_ids": ("works", "adds `token_ids` and `prompt_token_ids`"),
+    "grammar": ("works", "GBNF, as in llama.cpp"),
+    "json_schema": ("works", "as in llama.cpp and SGLang: a schema, or its JSON text"),
+    "ebnf": ("works", "as in SGLang"),
+    "regex": ("works", "as in SGLang"),
+    "return_token_ids": ("works", "adds `token_ids` of the output and `prompt_token_ids`, also with `echo`"),
     "spaces_between_special_tokens": ("ignored", "the tokenizer decides"),
     "add_special_tokens": ("works", "true by default for `prompt`, false for `messages`"),
-    "allowed_token_ids": ("refused", ""),
+    "allowed_token_ids": ("works", "no others are generated, end tokens included"),
     "logits_processors": ("refused", ""),
     "prompt_logprobs": ("works", "not with `stream`"),
     "return_tokens_as_token_ids": ("works", "names tokens `token_id:5` in log probabilities"),
@@ -122,6 +130,7 @@ CHAT: Table = {
     "continue_final_message": ("works", "the output continues the last message"),
     "chat_template_kwargs": ("works", ""),
     "add_generation_prompt": ("works", ""),
+    "messages.*": ("ignored", _OTHERS),
     "messages.refusal": ("ignored", "from an earlier response"),
     "messages.annotations": ("ignored", "from an earlier response"),
     "messages.parsed": ("ignored", "from an earlier response; `content` is used"),
@@ -131,8 +140,11 @@ CHAT: Table = {
     "messages.tool_calls.type": ("ignored", "all tool calls are treated as function calls"),
     "messages.tool_calls.function.parsed_arguments": ("ignored", "from an earlier response; `arguments` is used"),
     "messages.content.annotations": ("ignored", "from an earlier response"),
+    "messages.content.cache_control": ("ignored", "any cached prefix is reused"),
     "messages.content.image_url.detail": ("ignored", "the model's image processor decides"),
     "messages.content.prompt_cache_breakpoint": ("ignored", "any cached prefix is reused"),
+    "tools.cache_control": ("ignored", "any cached prefix is reused"),
+    "tools.function.cache_control": ("ignored", "any cached prefix is reused"),
     **_COMMON,
 }
 # Fields of /tokenize for a body with messages.
@@ -142,6 +154,7 @@ MESSAGES: Table = {
     "max_tokens": ("works", "required"),
     "messages": ("works", "if the last one is the assistant's, the answer continues it"),
     "messages.role": ("works", "user, assistant or system"),
+    "messages.*": ("ignored", _OTHERS),
     "messages.clear_at": ("refused", ""),
     "messages.output_config": ("refused", ""),
     "messages.content": ("works", ""),
@@ -185,6 +198,7 @@ MESSAGES: Table = {
     "messages.content.cache_control.ttl": ("works", "as `cache_control.ttl`"),
     "system": ("works", ""),
     "system.type": ("works", "text"),
+    "system.*": ("ignored", _OTHERS),
     "system.text": ("works", ""),
     "system.citations": ("refused", ""),
     "system.cache_control": ("works", "as `cache_control`"),
@@ -251,6 +265,12 @@ MESSAGES: Table = {
     "request_id": ("works", "extension: the id of the native request"),
     "return_receipt": ("works", "extension: adds `receipt` to the message, or to `message_delta`"),
 }
+# Fields of vLLM's API that responses take as well.
+_RESPONSES_SAMPLING = (
+    "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "seed", "logit_bias",
+    "allowed_token_ids", "stop", "stop_token_ids", "bad_words", "ignore_eos", "include_stop_str_in_output",
+    "chat_template_kwargs", "priority", "cache_salt",
+)  # fmt: skip
 RESPONSES: Table = {
     "model": ("works", "the served model, or a loaded adapter"),
     "input": ("works", "text, or items"),
@@ -261,6 +281,7 @@ RESPONSES: Table = {
             "stored response; others are refused"
         ),
     ),
+    "input.*": ("ignored", _OTHERS),
     "input.role": ("works", "developer becomes system if the template does not support it"),
     "input.content": ("works", "text, including the text of reasoning items, and images"),
     "input.content.type": ("works", "text, input_image; others are refused"),
@@ -360,7 +381,10 @@ RESPONSES: Table = {
     "max_tool_calls": ("ignored", "limits calls of server tools, which are not supported"),
     "include": (
         "works",
-        "`reasoning.encrypted_content`; log probabilities are refused, output of other tools is ignored",
+        (
+            "`reasoning.encrypted_content`, and `message.output_text.logprobs` for the log probabilities of the tokens "
+            "of messages; output of other tools is ignored"
+        ),
     ),
     "metadata": ("works", "returned with the response"),
     "client_metadata": ("ignored", "sent by Codex"),
@@ -377,8 +401,13 @@ RESPONSES: Table = {
     "access_programs": ("refused", ""),
     "image": ("refused", ""),
     "truncation": ("refused", "only disabled is supported"),
-    "top_logprobs": ("refused", ""),
-    "conversation": ("refused", "use `previous_response_id`"),
+    "top_logprobs": ("works", "with `message.output_text.logprobs` in `include`, otherwise ignored"),
+    **dict.fromkeys(_RESPONSES_SAMPLING, ("works", "as in chat completions")),
+    "conversation": (
+        "works",
+        "an id, or an object with one; needs `store`, and excludes `previous_response_id`",
+    ),
+    "conversation.id": ("works", ""),
     "prompt": ("refused", ""),
     "context_management": ("refused", ""),
     "moderation": ("refused", ""),
@@ -445,8 +474,16 @@ RERANK: Table = {
     "query": ("works", ""),
     "documents": ("works", "texts, or objects with `text`"),
     "documents.text": ("works", ""),
+    "texts": (
+        "works",
+        "instead of `documents`, as in Text Embeddings Inference: the answer is an array with `index` and `score`",
+    ),
+    "return_text": ("works", "with `texts`; false by default"),
+    "raw_scores": ("refused", "scores are probabilities or cosine similarities"),
+    "truncate": ("ignored", "longer texts are refused"),
+    "truncation_direction": ("ignored", "longer texts are refused"),
     "top_n": ("works", "0 or unset returns all documents"),
-    "return_documents": ("works", "true by default"),
+    "return_documents": ("works", "true by default; only with `documents`"),
     "rank_fields": ("refused", ""),
     "max_chunks_per_doc": ("refused", ""),
     "max_tokens_per_doc": ("refused", ""),
@@ -458,6 +495,8 @@ RERANK: Table = {
     ),
 }
 RESPONSES_OPAQUE = (
+    "logit_bias",
+    "chat_template_kwargs",
     "tools.parameters",
     "tools.output_schema",
     "tools.filters",
@@ -503,12 +542,14 @@ TABLES: dict[str, Table] = {
     "/rerank": RERANK,
 }
 _INDEX = re.compile(r"\[\d+\]")
+# Names of ignored fields may come from clients, and are sent in a header.
+_MAX_NAME, _MAX_LISTED, _PRINTED = 128, 2000, ".*"
 
 
 def check_fields(body: Body, table: Table, types: Types | None = None, opaque: tuple[str, ...] = ()) -> list[str]:
     """Check that every object in a body, except those inside `opaque` fields, has one of `types`, and that every field
     is in `table` and not refused. Return the fields that are set and have no effect. Raises InvalidArgumentError if a
-    field is unknown, or UnsupportedError if a type is not supported, or a field is refused.
+    field is unknown and may not be ignored, or UnsupportedError if a type is not supported, or a field is refused.
     """
     ignored: dict[str, None] = {}
     fields = [(path, _INDEX.sub("", path), value) for path, value in _paths(body.fields, "", opaque)]
@@ -517,10 +558,18 @@ def check_fields(body: Body, table: Table, types: Types | None = None, opaque: t
         supported = (types or {}).get(name.removesuffix(".type")) if name.endswith(".type") else None
         if supported is not None and isinstance(value, str) and value not in supported:
             raise UnsupportedError(f"{value[:64]!r} is not supported; use {', '.join(supported)}", field=path)
+    other = ""  # the last unknown field that is ignored, with everything in it
     for path, name, value in fields:
+        if other and path.startswith((f"{other}.", f"{other}[")):
+            continue
         known = table.get(name)
         if known is None:
-            raise InvalidArgumentError("is not a field of this endpoint", field=path[:128])
+            if not _may_be_unknown(name, table):
+                raise InvalidArgumentError("is not a field of this endpoint", field=path[:128])
+            other = path
+            if value:
+                ignored[name] = None
+            continue
         if known[0] == "refused":
             _check_default(name, value, known[1], path)
         if known[0] == "ignored" and value:
@@ -546,12 +595,12 @@ def ignored_fields(body: Body, table: Table) -> list[str]:
     """Return the fields of a body that are set and have no effect; call this after the body was read.
 
     Supported fields may have no effect in combination with others, such as `tool_choice` without tools. Raises
-    InvalidArgumentError if a field is unknown.
+    InvalidArgumentError if a field is unknown and may not be ignored.
     """
     ignored: dict[str, None] = {}
     for path, value in body.unread():
         name = _INDEX.sub("", path)
-        if name not in table:
+        if name not in table and not _may_be_unknown(name, table):
             raise InvalidArgumentError("is not a field of this endpoint; leave it out", field=path[:128])
         if value:
             ignored[name] = None
@@ -559,8 +608,23 @@ def ignored_fields(body: Body, table: Table) -> list[str]:
 
 
 def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
-    """Return the response header that lists ignored fields."""
-    return {"x-midstream-ignored": ", ".join(ignored)} if ignored else {}
+    """Return the response header that lists ignored fields; of a long list, the first ones and the number of others."""
+    shown: list[str] = []
+    size = 0
+    for name in ignored:
+        text = urllib.parse.quote(name[:_MAX_NAME], safe=_PRINTED, errors="replace")
+        size += len(text) + 2
+        if size > _MAX_LISTED:
+            shown.append(f"and {len(ignored) - len(shown)} others")
+            break
+        shown.append(text)
+    return {"x-midstream-ignored": ", ".join(shown)} if shown else {}
+
+
+def _may_be_unknown(name: str, table: Table) -> bool:
+    """Return whether a field that is not in `table` is ignored instead of refused."""
+    top, _, rest = name.partition(".")
+    return bool(rest) and f"{top}.*" in table
 
 
 def limit_without_effect(request: pb.GenerateRequest, model: ModelFolder, name: str = "max_tokens") -> list[str]:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import gc
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,17 @@ ATOL = 1e-4
 IDS = [list(range(400, 437)), [5], list(range(300, 480))]
 TEMPLATE = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}fits: "
 ANSWERS = " never", " lost"
+# An interpreter with llama-index-postprocessor-tei-rerank, whose requirements conflict with the project's.
+TEI_PYTHON = os.environ.get("MIDSTREAM_TEI_PYTHON", "")
+LLAMA_INDEX = """
+import json, sys
+from llama_index.core.schema import NodeWithScore, TextNode
+from llama_index.postprocessor.tei_rerank import TextEmbeddingInference
+query, *texts = json.loads(sys.argv[2])
+ranker = TextEmbeddingInference(base_url=sys.argv[1], top_n=2)
+nodes = ranker.postprocess_nodes([NodeWithScore(node=TextNode(text=text)) for text in texts], query_str=query)
+print(json.dumps([[node.text, node.score] for node in nodes]))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +197,36 @@ async def check_answers(service: InProcessService, model: Any, folder: ModelFold
         order = sorted(range(3), key=lambda index: -expected[index])
         assert [item["index"] for item in answer["results"]] == order
         long = await http.post("/rerank", json={"query": "q", "documents": ["short", "long " * 20_000]})
+        await check_tei(http, order, [expected[index] for index in order])
     assert (long.status_code, long.json()["error"]["param"]) == (400, "documents[1]")
+
+
+async def check_tei(http: httpx.AsyncClient, order: list[int], scores: list[float]) -> None:
+    """Check the API of Text Embeddings Inference, also with LlamaIndex's client for it."""
+    body = {"query": TEXTS[0], "texts": TEXTS[1:], "truncate": True, "raw_scores": False}
+    response = (await http.post("/rerank", json=body)).raise_for_status()
+    answer = response.json()
+    assert response.headers["x-midstream-ignored"] == "truncate"
+    assert [item.keys() for item in answer] == [{"index", "score"}] * 3
+    assert [item["index"] for item in answer] == order
+    np.testing.assert_allclose([item["score"] for item in answer], scores, atol=ATOL)
+    texts = (await http.post("/rerank", json={**body, "return_text": True})).raise_for_status().json()
+    assert texts == [{**item, "text": TEXTS[1 + item["index"]]} for item in answer]
+    refusals: list[tuple[dict[str, Any], str]] = [
+        ({"raw_scores": True}, "raw_scores"),
+        ({"documents": ["x"]}, "texts"),
+        ({"texts": []}, "texts"),
+        ({"texts": ["x", 5]}, "texts[1]"),
+        ({"texts": ["short", "long " * 20_000]}, "texts[1]"),
+    ]
+    for fields, param in refusals:
+        refused = await http.post("/rerank", json={**body, **fields})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    if TEI_PYTHON:
+        command = [TEI_PYTHON, "-c", LLAMA_INDEX, str(http.base_url).rstrip("/"), json.dumps(TEXTS)]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        found = json.loads((await process.communicate())[0])
+        assert found == [[TEXTS[1 + item["index"]], pytest.approx(item["score"], abs=ATOL)] for item in answer[:2]]
 
 
 async def check_key(service: InProcessService) -> None:

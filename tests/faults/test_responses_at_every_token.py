@@ -58,7 +58,8 @@ class Reader:
         num_breaks: Number of times the stream broke.
     """
 
-    def __init__(self, service: InProcessService, *, is_background: bool) -> None:
+    def __init__(self, service: InProcessService, *, is_background: bool, conversation: str | None = None) -> None:
+        self._conversation = conversation
         self.events: list[dict[str, Any]] = []
         self.num_breaks = 0
         self._rig = service
@@ -84,7 +85,7 @@ class Reader:
             return await client.responses.retrieve(self.response_id, stream=True, starting_after=after)
         return await client.responses.create(
             model="", input="Go on.", stream=True, background=self._is_background, max_output_tokens=NUM_TOKENS,
-            temperature=0, extra_headers=self._headers,
+            temperature=0, extra_headers=self._headers, conversation=self._conversation,
         )  # fmt: skip
 
     def client(self) -> openai.AsyncOpenAI:
@@ -123,6 +124,22 @@ async def test_the_events_are_identical_after_any_death_at_any_token(
         assert reader.num_breaks
     assert sum(service.num_kills.values()) >= (NUM_TOKENS - 1) * len(ROTATIONS)
     print(service.num_kills, len(undisturbed.events), "".join(deltas(undisturbed.events)))
+
+
+async def test_a_conversation_has_each_answer_once_after_any_death_at_any_token(service: InProcessService) -> None:
+    async with Reader(service, is_background=False).client() as client:
+        conversation = await client.conversations.create()
+    answers: list[str] = []
+    for rotation in ROTATIONS:
+        for is_background in (False, True):
+            reader = Reader(service, is_background=is_background, conversation=conversation.id)
+            await service.disturb(reader.read(), {n: KINDS[(n + rotation) % 4] for n in range(1, NUM_TOKENS, 2)})
+            answers.append("".join(deltas(reader.events)))
+    async with reader.client() as client:
+        items = [item async for item in client.conversations.items.list(conversation.id, order="asc")]
+    texts = [item.to_dict()["content"][0]["text"] for item in items]
+    assert texts == [text for answer in answers for text in ("Go on.", answer)]
+    assert len(set(answers)) == len(answers)  # each continues those before it
 
 
 async def test_a_message_that_is_called_again_with_its_key_is_the_same(service: InProcessService) -> None:

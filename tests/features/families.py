@@ -145,6 +145,11 @@ def _bias(family: Family) -> None:
     assert family.run(request)[0].tokens == [7] * 6
 
 
+def _allowed_tokens(family: Family) -> None:
+    allowed = [token for token in range(5, 20) if token not in family.plain]
+    assert set(family.run(family.request(**_sampling(allowed_token_ids=allowed)))[0].tokens) <= set(allowed)
+
+
 def _bad_words(family: Family) -> None:
     banned = family.plain[0]
     request = family.request(stopping=pb.StoppingConfig(bad_word_token_ids=[pb.TokenIds(values=[banned])]))
@@ -241,6 +246,7 @@ CHECKS: dict[str, Callable[[Family], None]] = {
     "beams": _beams,
     "penalties": _penalties,
     "bias": _bias,
+    "allowed_tokens": _allowed_tokens,
     "bad_words": _bad_words,
     "ngrams": _ngrams,
     "top_p_decay": _same(**_sampling(temperature=1.0, top_p=1e-6, top_p_decay=0.5)),

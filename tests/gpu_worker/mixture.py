@@ -50,6 +50,7 @@ def draw(number: int, prompts: list[list[int]], adapters: dict[str, pb.ResolvedA
         "penalties": lambda: sampling.MergeFrom(pb.SamplingConfig(frequency_penalty=0.3, presence_penalty=-0.2)),
         "bias": lambda: sampling.embedding_bias.update({100 + number: 4.0, 30: -3.0}),
         "ngrams": lambda: sampling.MergeFrom(pb.SamplingConfig(no_repeat_ngram_size=2)),
+        "allowed": lambda: sampling.allowed_token_ids.extend(range(20 + number, 200)),
         "decay": lambda: sampling.MergeFrom(pb.SamplingConfig(top_p=0.95, top_p_decay=0.8, top_p_min=0.3)),
         "cut": lambda: sampling.MergeFrom(pb.SamplingConfig(top_k=40, min_p=0.02)),
         "min_tokens": lambda: sampling.MergeFrom(pb.SamplingConfig(min_tokens=4)),

@@ -31,6 +31,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.3, "seed": 9, "top_k": 4, "top_p": 0.9},
     {"temperature": 0, "repetition_penalty": 1.1, "frequency_penalty": 0.2, "min_tokens": 4},
     {"temperature": 0.5, "seed": 3, "no_repeat_ngram_size": 4, "embedding_bias": {20: 1.5}},
+    {"temperature": 0, "allowed_token_ids": range(5, 40)},
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import struct
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
+from transformers.image_utils import load_image
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from gpu_worker.models import image_files
@@ -23,6 +26,7 @@ from midstream.model.folder import open_model_folder
 from tests.gpu_worker.vision_model import TOKENS_PER_TILE, image_processor, make_vision_model, picture
 
 CPU = torch.device("cpu")
+ORIENTATION = 0x0112  # a tag of EXIF
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +81,29 @@ def files() -> Iterator[ImageFiles]:
         yield files
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "AVIF", "BMP", "TIFF"])
 def test_a_file_is_read_as_by_pillow(files: ImageFiles, kind: str) -> None:
     image, data = picture(9, 7, kind=kind)
     assert files.read(data).tobytes() == image.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "AVIF", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_is_turned_upright_as_by_transformers(files: ImageFiles, kind: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    file = io.BytesIO()
+    picture(9, 7)[0].save(file, kind, exif=exif)
+    wanted, found = load_image(Image.open(file)), files.read(file.getvalue())
+    assert wanted.size == ((7, 9) if orientation >= 5 else (9, 7))
+    assert (found.size, found.tobytes()) == (wanted.size, wanted.tobytes())
+
+
+def test_damaged_metadata_do_not_matter(files: ImageFiles) -> None:
+    image, _ = picture(9, 7)
+    file = io.BytesIO()
+    image.save(file, "PNG", exif=b"no directory of tags")
+    assert files.read(file.getvalue()).tobytes() == image.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -88,7 +111,7 @@ def test_a_file_is_read_as_by_pillow(files: ImageFiles, kind: str) -> None:
     [
         (b"", "not an image"),
         (b"no image", "not an image"),
-        (picture(9, 9, kind="BMP")[1], "not an image"),
+        (picture(9, 9, kind="PPM")[1], "not an image"),
         (picture(90, 90)[1][:2000], "cannot be read"),
         (header_of(1 << 13, (1 << 12) + 1), "33562624 pixels"),
         (header_of((1 << 14) + 1, 1), "each side"),

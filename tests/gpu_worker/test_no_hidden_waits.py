@@ -212,6 +212,7 @@ def test_sampling_with_features_reads_nothing_from_the_device() -> None:
         embedding_bias=((0, 1.0),),
         bad_words=((1,), (2, 4)),
         no_repeat_ngram_size=1,
+        allowed_token_ids=(1, 2, 3),
         min_tokens=5,
         end_ids=(2,),
         log_probs=3,

@@ -247,6 +247,7 @@ FEATURES = {
     "log probabilities": SamplingParams(temperature=0.0, log_probs=2),
     "banned words": SamplingParams(temperature=0.0, bad_words=((4,), (5, 6))),
     "n-grams": SamplingParams(temperature=0.0, no_repeat_ngram_size=1),
+    "allowed": SamplingParams(temperature=0.0, allowed_token_ids=(3, 5)),
     "decaying top-p": SamplingParams(seed=7, top_p=0.9, top_p_decay=0.5),
     "grammar": SamplingParams(temperature=0.0),
 }

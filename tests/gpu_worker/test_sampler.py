@@ -267,7 +267,7 @@ def test_rows_with_features_are_chosen_on_the_device_as_they_are_sampled(
         SamplingParams(seed=3, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4, log_probs=1),
         SamplingParams(seed=4, temperature=0.7, bad_words=((7, 9),), no_repeat_ngram_size=2, log_probs=0),
         SamplingParams(seed=5, embedding_bias=((11, 40.0),), min_tokens=9, end_ids=(11,)),
-        SamplingParams(seed=6, top_p=0.9, top_p_decay=0.5),
+        SamplingParams(seed=6, top_p=0.9, top_p_decay=0.5, allowed_token_ids=tuple(range(5, VOCAB_SIZE, 3))),
         SamplingParams(temperature=0.0, bad_words=everything),
         SamplingParams(temperature=0.0, log_probs=2),
         SamplingParams(temperature=0.0, presence_penalty=30.0),

@@ -99,6 +99,33 @@ def test_virtual_tokens_of_a_prompt_are_skipped() -> None:
     assert steered(logits, rows)[0].isinf().nonzero().flatten().tolist() == [3]
 
 
+def test_only_allowed_tokens_remain_as_if_all_others_were_suppressed_in_transformers() -> None:
+    allowed: list[tuple[int, ...]] = [(), (4,), (0, 7, 29), tuple(range(VOCAB_SIZE))]
+    rows = make_rows([[1, 2]] * 4, [SamplingParams(allowed_token_ids=ids) for ids in allowed])
+    logits = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    others = [[token for token in range(VOCAB_SIZE) if ids and token not in ids] for ids in allowed]
+    expected = [
+        transformers.SuppressTokensLogitsProcessor(ids)(torch.tensor([[1, 2]]), logits[i : i + 1])
+        for i, ids in enumerate(others)
+    ]
+    assert torch.equal(steered(logits, rows), torch.cat(expected))
+    given = logits.clone()
+    sampled = Sampler(rows).sample(logits, ints([0, 1, 2]))
+    assert sampled.token_ids[1] == 4
+    assert sampled.token_ids[2] in (0, 7, 29)
+    assert torch.equal(logits, given)
+
+
+def test_an_allowed_token_is_still_biased_and_banned() -> None:
+    """Tokens 3, 5 and 6 are allowed; the best of them is banned, and the bias makes 6 better than 5."""
+    params = SamplingParams(
+        temperature=0.0, allowed_token_ids=(3, 5, 6), bad_words=((3,),), embedding_bias=((6, 2.0), (9, 100.0))
+    )
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 3], logits[0, 5] = 9.0, 1.0
+    assert Sampler(make_rows([[1, 2]], [params])).sample(logits, ints([0])).token_ids.tolist() == [6]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_that_bans_every_token_fails_alone(temperature: float) -> None:
     everything = SamplingParams(temperature=temperature, bad_words=tuple((token,) for token in range(VOCAB_SIZE)))

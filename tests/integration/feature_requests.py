@@ -59,6 +59,7 @@ def num_tokens(feature: str) -> int:
 def native_fields(feature: str, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the fields of the native request that use a feature."""
     blue, two = (tokenizer.encode(text) for text in (" blue", " three"))
+    digits = tokenizer.encode("1234567890")
     table = pb.Tensor(dtype=pb.Tensor.DTYPE_FLOAT32, shape=TABLE.shape, data=TABLE.tobytes())
     retention = pb.KvRetentionConfig(token_ranges=[pb.KvRetentionConfig.TokenRange(start=0, priority=90)])
     drafts = pb.SpeculativeConfig(method=pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP, num_draft_tokens=3)
@@ -95,6 +96,7 @@ def native_fields(feature: str, tokenizer: Tokenizer) -> dict[str, Any]:
             )
         },
         "bias": {"sampling": pb.SamplingConfig(temperature=0, embedding_bias=dict.fromkeys(blue, 50))},
+        "allowed_tokens": {"sampling": pb.SamplingConfig(temperature=0, allowed_token_ids=digits)},
         "bad_words": {"stopping": pb.StoppingConfig(bad_words=[" three", ","])},
         "ngrams": {"sampling": pb.SamplingConfig(temperature=0, no_repeat_ngram_size=1)},
         "top_p_decay": {"sampling": pb.SamplingConfig(temperature=1.5, seed=3, top_p=0.9, top_p_decay=0.5)},
@@ -228,6 +230,7 @@ class Asking:
             "beams": {"temperature": 1.0, "use_beam_search": True, "n": 2},
             "penalties": {"repetition_penalty": 1.5, "presence_penalty": 1.5, "frequency_penalty": 1.5},
             "bias": {"logit_bias": {str(token): 50 for token in self._tokenizer.encode(" blue")}},
+            "allowed_tokens": {"allowed_token_ids": self._tokenizer.encode("1234567890")},
             "bad_words": {"bad_words": [" three", ","]},
             "stop_words": {"stop": [" four", " 2"]},
             "stop_tokens": {"stop_token_ids": self._tokenizer.encode(" three"), "min_tokens": 2},

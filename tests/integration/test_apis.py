@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +15,8 @@ import pydantic
 import pytest
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
+from midstream.model.folder import open_model_folder
+from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from protos import openengine_pb2 as oe
 from tests.integration.api_clients import ApiClients, Case, infer_request
@@ -108,6 +111,29 @@ async def test_every_choice_echoes_the_prompts_log_probabilities_streamed_or_not
         assert choice.text == "".join(choice.logprobs.tokens or [])
 
 
+async def test_token_ids_are_those_of_the_output_although_the_prompt_is_echoed(clients: ApiClients) -> None:
+    """As in vLLM, also in streams; log probabilities name all tokens by their ids."""
+    prompts = [[504, 3575, 282], [504, 3575, 282, 4649, 314]]
+    extra = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    fields: dict[str, Any] = {"model": "smollm2", "prompt": prompts, "max_tokens": 4, "seed": 5, "extra_body": extra}
+    plain = await clients.openai.completions.create(**fields)
+    fields |= {"echo": True, "logprobs": 0}
+    whole = await clients.openai.completions.create(**fields)
+    streamed: dict[int, dict[str, list[int]]] = {0: {}, 1: {}}
+    async for event in await clients.openai.completions.create(**fields, stream=True):
+        for choice in event.choices:
+            for name in ("token_ids", "prompt_token_ids"):
+                streamed[choice.index].setdefault(name, []).extend((choice.model_extra or {}).get(name) or [])
+    for prompt, without, choice in zip(prompts, plain.choices, whole.choices, strict=True):
+        output = (without.model_extra or {})["token_ids"]
+        assert len(output) == 4
+        assert choice.model_extra is not None
+        assert choice.model_extra["token_ids"] == streamed[choice.index]["token_ids"] == output
+        assert choice.model_extra["prompt_token_ids"] == streamed[choice.index]["prompt_token_ids"] == prompt
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens == [f"token_id:{token}" for token in prompt + output]
+
+
 async def test_a_conversation_gives_the_same_tokens_as_the_native_call(clients: ApiClients) -> None:
     native = await collect(clients.native, chat(str(QUESTION[0].get("content")), max_tokens=12))
     extra = {"return_token_ids": True}
@@ -128,6 +154,37 @@ async def test_a_conversation_gives_the_same_tokens_as_the_native_call(clients: 
     assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in entries)
     assert events[-1].usage is not None
     assert events[-1].usage.completion_tokens == len(native.token_ids)
+
+
+async def test_responses_have_the_fields_and_log_probabilities_of_chat_completions(clients: ApiClients) -> None:
+    """They are the same in a stream, and in a response that is read again later."""
+    fields: dict[str, Any] = {"seed": 7, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 12}
+    chat = await clients.openai.chat.completions.create(
+        model="smollm2", messages=QUESTION, temperature=1, max_tokens=12, logprobs=True, top_logprobs=2,
+        extra_body=fields,
+    )  # fmt: skip
+    (choice,) = chat.choices
+    assert choice.logprobs is not None
+    wanted = [entry.to_dict() for entry in choice.logprobs.content or ()]
+    assert len(wanted) == 12
+    arguments: dict[str, Any] = {"model": "smollm2", "input": QUESTION, "temperature": 1, "max_output_tokens": 12}
+    arguments |= {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "extra_body": fields}
+    events = [event async for event in await clients.openai.responses.create(**arguments, stream=True)]
+    streamed = [entry for event in events if event.type.endswith("text.delta") for entry in event.to_dict()["logprobs"]]
+    stored = await clients.openai.responses.retrieve(events[-1].response.id)
+    for response in (await clients.openai.responses.create(**arguments), events[-1].response, stored):
+        assert (response.output_text, response.top_logprobs) == (choice.message.content, 2)
+        assert response.output[0].content[0].to_dict()["logprobs"] == wanted == streamed
+
+
+async def test_a_response_takes_variables_of_the_template_and_allowed_tokens(clients: ApiClients) -> None:
+    digits = Tokenizer(open_model_folder("smollm2").path).encode("0123456789")
+    response = await clients.openai.responses.create(
+        model="smollm2", input="Count.", max_output_tokens=8,
+        extra_body={"allowed_token_ids": digits, "chat_template_kwargs": {"add_generation_prompt": True}},
+    )  # fmt: skip
+    assert len(response.output_text) == 8
+    assert response.output_text.isdigit()
 
 
 async def test_the_official_client_asks_for_tools_and_schemas(clients: ApiClients) -> None:
@@ -157,6 +214,41 @@ async def test_the_official_client_asks_for_tools_and_schemas(clients: ApiClient
     extra = {"guided_regex": r"\d{3}-\d{2}"}
     guided = await clients.openai.completions.create(model="smollm2", prompt="Call", max_tokens=16, extra_body=extra)
     assert [len(part) for part in guided.choices[0].text.split("-")] == [3, 2]
+
+
+GBNF = """# Llama.cpp's dialect
+root ::= sign? digit{2,3} ("." digit+)? unit | "none"
+sign ::= [-+]
+digit ::= [0-9]
+unit ::= " " ("kg" | "m" [^a-z0-9 ])
+"""
+PRICE = {"type": "object", "properties": {"price": {"type": "integer", "maximum": 99}}, "required": ["price"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"grammar": GBNF}, r"[-+]?\d{2,3}(\.\d+)? (kg|m[^a-z0-9 ])|none"),
+        ({"ebnf": GBNF}, r"[-+]?\d{2,3}(\.\d+)? (kg|m[^a-z0-9 ])|none"),
+        ({"regex": r"(one|two){2}!"}, r"(one|two){2}!"),
+        ({"json_schema": PRICE}, r'\{"price": -?\d+\}'),
+        ({"json_schema": json.dumps(PRICE)}, r'\{"price": -?\d+\}'),
+        ({"response_format": {"type": "json_object", "schema": PRICE}}, r'\{"price": -?\d+\}'),
+    ],
+    ids=["gbnf", "ebnf", "regex", "schema", "schema_text", "json_object"],
+)
+async def test_grammars_in_the_fields_of_other_servers(
+    clients: ApiClients, fields: dict[str, Any], pattern: str
+) -> None:
+    settings: dict[str, Any] = {"model": "smollm2", "max_tokens": 40, "temperature": 0, "extra_body": fields}
+    completion = await clients.openai.completions.create(prompt="The weight is", **settings)
+    chat = await clients.openai.chat.completions.create(messages=QUESTION, **settings)
+    for text, reason in (
+        (completion.choices[0].text, completion.choices[0].finish_reason),
+        (chat.choices[0].message.content, chat.choices[0].finish_reason),
+    ):
+        assert reason == "length" or re.fullmatch(pattern, text or ""), text
+        assert text
 
 
 async def test_the_official_synchronous_client(clients: ApiClients) -> None:

@@ -148,13 +148,14 @@ async def test_random_json_in_every_field(clients: ApiClients) -> None:
         if "application/json" in operations.get("post", {}).get("requestBody", {}).get("content", {})
     }
     good = {"prompt": "so", "messages": [{"role": "user", "content": "so"}], "tokens": [1], "max_tokens": 4}
+    good |= {"text_input": "so", "inputs": [{"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["so"]}]}
 
     async def send(path: str) -> int:
         body = {name: value for name, value in good.items() if name in bodies[path]}
-        for name in rng.sample(sorted(bodies[path]), rng.choice((1, 1, 2))):
+        for name in rng.sample(sorted(bodies[path]), min(rng.choice((1, 1, 2)), len(bodies[path]))):
             body[name] = random_json(rng)
         headers = {"anthropic-version": "2026-10-21"}
-        request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+        request = urllib.request.Request(url + path.replace("{model}", "smollm2"), json.dumps(body).encode(), headers)
         return await asyncio.to_thread(_status, request)
 
     statuses = [await asyncio.gather(*(send(path) for path in bodies)) for _ in range(NUM_REQUESTS // len(bodies))]

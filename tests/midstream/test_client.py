@@ -429,7 +429,7 @@ async def test_a_closed_client_says_so() -> None:
 async def test_all_arguments_reach_the_router() -> None:
     sampling = SamplingParams(
         max_tokens=5, temperature=0.0, seed=7, stop=("a", "b"), stop_token_ids=(3,), ignore_eos=True, log_probs=2,
-        embedding_bias={4: -1.0}, exclude_input_from_output=False, num_return_sequences=2,
+        embedding_bias={4: -1.0}, allowed_token_ids=[4, 5], exclude_input_from_output=False, num_return_sequences=2,
     )  # fmt: skip
     turns: list[dict[str, object]] = [
         {"role": "user", "content": "hi"},
@@ -449,6 +449,7 @@ async def test_all_arguments_reach_the_router() -> None:
     assert (list(request.stopping.stop_token_ids), request.stopping.ignore_eos) == ([3], True)
     assert (request.output.log_probs, request.output.exclude_input_from_output) == (2, False)
     assert dict(request.sampling.embedding_bias) == {4: -1.0}
+    assert request.sampling.allowed_token_ids == [4, 5]
     assert (request.priority, request.detached, request.streaming) == (3, True, True)
     assert [(turn.role, turn.content) for turn in request.chat.messages] == [
         ("user", "hi"),

@@ -29,6 +29,7 @@ from router.authentication import AuthenticatedApp, Authenticator
 from router.dashboard import dashboard_routes
 from router.pages import page_routes
 from router.pipeline.cells import Cells
+from router.pipeline.client_documents import ClientDocuments
 from router.pipeline.detokenizer_pool import DetokenizerPool
 from router.pipeline.embedder import Embedder
 from router.pipeline.gen_ai_metrics import GenAiMetrics
@@ -49,10 +50,13 @@ from router.protocols.body_reader import BodyReader
 from router.protocols.conversation import ChatModel
 from router.protocols.embeddings.app import EmbeddingsApi
 from router.protocols.http_server import HttpPort
+from router.protocols.kserve.http import KserveHttpApi
 from router.protocols.ledger import ledger_route
 from router.protocols.openai.app import OpenAiApi
 from router.protocols.receipts import receipt_routes
 from router.protocols.responses.app import ResponsesApi
+from router.protocols.responses.conversations import Conversations
+from router.protocols.responses.conversations_api import ConversationsApi
 from router.status import StatusFeed
 from tests.detokenizer.scripted_scheduler import scripted_scheduler
 
@@ -211,7 +215,7 @@ class Cluster:
             on_detached=quotas.learn_detached,
         )
         chat = chat or ChatModel.of(self.folder, self.prompts.tokenizer)
-        add_servicers(server, front, status, router_id, chat.tokens)
+        kserve = add_servicers(server, front, status, router_id, chat.tokens)
         bodies = BodyReader(BodyBudget(4 << 20))
         kept = KeptRequests(cells)
         pages = OpenAiApi(front, metrics, list, bodies, chat, kept).app()
@@ -219,9 +223,12 @@ class Cluster:
         pages.router.routes.extend(EmbeddingsApi(Embedder(front), bodies).routes())
         pages.router.routes.append(ledger_route(cells))
         pages.router.routes.extend(receipt_routes(runner.receipts))
-        pages.router.routes.extend(ResponsesApi(front, bodies, chat, kept, 3600).routes())
+        conversations = Conversations(ClientDocuments(cells), 3600, bodies.max_bytes)
+        responses = ResponsesApi(front, bodies, chat, kept, conversations, 3600)
+        pages.router.routes.extend([*responses.routes(), *ConversationsApi(responses, bodies).routes()])
         batches = batch_service(config, pages, cells, bodies, server.draining, metrics, authenticator.owner)
         pages.router.routes.extend(batches.routes)
+        pages.router.routes.extend(KserveHttpApi(kserve, bodies).routes())
         pages.router.routes.extend([*dashboard_routes(status), *page_routes()])
         http = HttpPort(AuthenticatedApp(pages, authenticator, refuse, quotas.headers), "127.0.0.1", 0)
         await server.start()

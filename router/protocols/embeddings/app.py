@@ -39,7 +39,7 @@ from router.protocols.openai.models import Models
 from router.protocols.openai.shapes import usage_fields
 from router.protocols.streaming import CompleteResponse
 
-_Answer = Mapping[str, object]
+_Answer = Mapping[str, object] | list[dict[str, object]]
 _JobT = TypeVar("_JobT", bound=EmbeddingJob)
 _FoundT = TypeVar("_FoundT")
 _UNIT = VectorShape()
@@ -79,6 +79,10 @@ class EmbeddingsApi:
     async def _rerank(self, request: Request) -> Response:
         def answer(job: RerankJob, scores: list[float], usage: Usage) -> _Answer:
             order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: job.top_n]
+            if job.is_tei:
+                texts = [{"text": job.documents[index]} if job.returns_documents else {} for index in order]
+                pairs = zip(order, texts, strict=True)
+                return [{"index": index, "score": scores[index], **text} for index, text in pairs]
             results: list[dict[str, object]] = [{"index": index, "relevance_score": scores[index]} for index in order]
             if job.returns_documents:
                 for result, index in zip(results, order, strict=True):

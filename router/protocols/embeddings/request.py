@@ -55,10 +55,12 @@ class RerankJob(ScoreJob):
 
     Attributes:
         returns_documents: Whether the results contain the documents' text.
+        is_tei: Whether the body has the form of Text Embeddings Inference, as the answer then has, too.
     """
 
     top_n: int
     returns_documents: bool
+    is_tei: bool
 
     @property
     def documents(self) -> list[str]:
@@ -106,16 +108,20 @@ def read_rerank(body: Body) -> RerankJob:
     query = body.text("query")
     if query is None:
         raise InvalidArgumentError("must be set", field="query")
-    documents = [_document(item, index) for index, item in enumerate(body.array("documents"))]
+    is_tei = body.has("texts")
+    name = "texts" if is_tei else "documents"
+    if is_tei and body.has("documents"):
+        raise InvalidArgumentError("must not be set together with documents", field="texts")
+    documents = [_document(item, f"{name}[{index}]") for index, item in enumerate(body.array(name))]
     if not documents:
-        raise InvalidArgumentError("must be an array of texts", field="documents")
+        raise InvalidArgumentError("must be an array of texts", field=name)
     top_n = body.integer("top_n")
-    inputs = [EmbedInput("query", query), *(_named("documents", i, text) for i, text in enumerate(documents))]
-    returns_documents = body.flag("return_documents") is not False
+    inputs = [EmbedInput("query", query), *(_named(name, i, text) for i, text in enumerate(documents))]
+    returns_documents = bool(body.flag("return_text")) if is_tei else body.flag("return_documents") is not False
     # As in vLLM, 0 means all documents.
     pairs = [(0, index) for index in range(1, len(inputs))]
     num_returned = min(top_n or len(documents), len(documents))
-    return RerankJob(*_common(body, inputs, RERANK), pairs, num_returned, returns_documents)
+    return RerankJob(*_common(body, inputs, RERANK), pairs, num_returned, returns_documents, is_tei)
 
 
 def _common(
@@ -148,8 +154,8 @@ def _named(name: str, index: int, text: str) -> EmbedInput:
     return EmbedInput(f"{name}[{index}]", text)
 
 
-def _document(item: object, index: int) -> str:
+def _document(item: object, field: str) -> str:
     text = item.get("text") if isinstance(item, dict) else item
     if not isinstance(text, str):
-        raise InvalidArgumentError("must be a text, or an object with a text", field=f"documents[{index}]")
+        raise InvalidArgumentError("must be a text, or an object with a text", field=field)
     return text

@@ -15,7 +15,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from typing import Any, NamedTuple
 
 from grpc.aio import ServicerContext
@@ -61,8 +61,13 @@ from router.protocols.openai.structural_tags import replace_structural_tag
 
 logger = logging.getLogger(__name__)
 
+# Passes on a response of a stream.
+Put = Callable[[pb.ModelStreamInferResponse], Coroutine[object, object, None]]
+
 _ALIAS = "ensemble"
 _VERSION = "1"
+# Triton's extensions of the protocol; the last two are those of HTTP.
+_EXTENSIONS = ["model_configuration", "statistics", "binary_tensor_data", "generate"]
 _TYPES = {"BYTES": pb.TYPE_STRING}
 # Maximum number of responses queued for a slow reader of a stream, in addition to each request's own pending output.
 _MAX_WAITING = 64
@@ -82,6 +87,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
     def __init__(self, front: FrontDoor, tokens: Mapping[str, int]) -> None:
         """`tokens` are the markers of the model's format that are a single token, with the token's id."""
+        self.keep_alives = front.keep_alives
         self._front, self._tokens = front, tokens
         self._model = front.runner.model
         self._prompts = front.runner.prompts
@@ -101,13 +107,11 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: object) -> pb.ServerMetadataResponse:
         """Return the server's name, version and extensions."""
-        return pb.ServerMetadataResponse(
-            name="midstream", version=__version__, extensions=["model_configuration", "statistics"]
-        )
+        return pb.ServerMetadataResponse(name="midstream", version=__version__, extensions=_EXTENSIONS)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: object) -> pb.ModelMetadataResponse:
         """Return the model's input and output tensors."""
-        self._check_model(request.name, request.version)
+        self.check_model(request.name, request.version)
         response = pb.ModelMetadataResponse(name=request.name, versions=[_VERSION], platform="midstream")
         for name, field in INPUTS.items():
             response.inputs.add(name=name, datatype=field.datatype, shape=(-1, *field.dims))
@@ -117,7 +121,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: object) -> pb.ModelConfigResponse:
         """Return the model's tensors as a Triton configuration."""
-        self._check_model(request.name, request.version)
+        self.check_model(request.name, request.version)
         config = pb.ModelConfig(name=request.name, platform="midstream", backend="midstream")
         config.model_transaction_policy.decoupled = True
         for name, field in INPUTS.items():
@@ -131,7 +135,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: object) -> pb.ModelStatisticsResponse:
         """Return counts of this router's KServe requests."""
         if request.name:
-            self._check_model(request.name, request.version)
+            self.check_model(request.name, request.version)
         done = self._num_success + self._num_failures
         statistics = pb.ModelStatistics(
             name=self._model.name, version=_VERSION, last_inference=self._last_ms, inference_count=done
@@ -151,17 +155,33 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         self, request: pb.ModelInferRequest, context: ServicerContext[Any, Any]
     ) -> pb.ModelInferResponse:
         """Run all rows of the batch, and return all their sequences."""
+        key = key_of(context.invocation_metadata() or ())
+        return await self.infer(request, key, context.time_remaining(), "ModelInfer")
+
+    async def infer(
+        self, request: pb.ModelInferRequest, key_text: str, timeout_s: float | None, call: str
+    ) -> pb.ModelInferResponse:
+        """Run all rows of a request, and return all their sequences.
+
+        Args:
+            key_text: Idempotency key of the call; empty if there is none.
+            timeout_s: Time limit of the call; None if there is none.
+            call: Name of the method, so that methods do not share keys.
+
+        Raises:
+            MidstreamError: The request is invalid, or has failed.
+        """
         started = time.monotonic_ns()
         try:
             with self._front.counting_failures("text_completion"):
                 parameters = self._check(request)
                 inputs, wanted = self._read(request)
             if "stream" in inputs and any(inputs["stream"].values):
-                raise InvalidArgumentError("streaming is only supported by ModelStreamInfer", field="stream")
+                reason = "streaming is only supported by ModelStreamInfer and generate_stream"
+                raise InvalidArgumentError(reason, field="stream")
             rows = num_rows(inputs)
-            text = key_of(context.invocation_metadata() or ())
-            key = _Key(text, request_id_of(text, "ModelInfer")) if text else None
-            left_s = parameters.limit(context.time_remaining())
+            key = _Key(key_text, request_id_of(key_text, call)) if key_text else None
+            left_s = parameters.limit(timeout_s)
             results = await run_all(
                 self._collect(request, parameters, inputs, index, rows, left_s, key) for index in range(rows)
             )
@@ -234,29 +254,43 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         timeout_s: float | None,
         key: _Key | None,
     ) -> None:
-        started, response = time.monotonic_ns(), self._response(request)
+        """Run one request of a stream; its failure is a response, and does not affect the stream's other requests."""
+        try:
+            await self._run(request, responses.put, timeout_s, key)
+        except Exception as error:
+            shown = error
+            if not isinstance(error, MidstreamError):
+                logger.exception("unexpected error in a stream")
+                shown = ExecutionError("internal error; the log has its details")
+            response = self._response(request)
+            response.parameters[FINAL].bool_param = True
+            await responses.put(pb.ModelStreamInferResponse(error_message=str(shown), infer_response=response))
+
+    async def stream(
+        self, request: pb.ModelInferRequest, put: Put, timeout_s: float | None, key_text: str, call: str
+    ) -> None:
+        """Run one request, and pass its responses to `put`; otherwise like `infer`."""
+        await self._run(request, put, timeout_s, _Key(key_text, request_id_of(key_text, call)) if key_text else None)
+
+    async def _run(self, request: pb.ModelInferRequest, put: Put, timeout_s: float | None, key: _Key | None) -> None:
+        started = time.monotonic_ns()
         try:
             with self._front.counting_failures("text_completion"):
                 parameters = self._check(request)
                 inputs, wanted = self._read(request)
             rows, limit_s = num_rows(inputs), parameters.limit(timeout_s)
             await run_all(
-                self._stream_row(request, parameters, inputs, index, rows, wanted, responses, limit_s, key)
+                self._stream_row(request, parameters, inputs, index, rows, wanted, put, limit_s, key)
                 for index in range(rows)
             )
-        except Exception as error:  # must not fail the stream's other requests
+        except Exception:
             self._count(started, failed=True)
-            shown = error
-            if not isinstance(error, MidstreamError):
-                logger.exception("unexpected error in a stream")
-                shown = ExecutionError("internal error; the log has its details")
+            raise
+        self._count(started, failed=False)
+        if rows > 1 or parameters.wants_empty_final:
+            response = self._response(request)
             response.parameters[FINAL].bool_param = True
-            await responses.put(pb.ModelStreamInferResponse(error_message=str(shown), infer_response=response))
-        else:
-            self._count(started, failed=False)
-            if rows > 1 or parameters.wants_empty_final:
-                response.parameters[FINAL].bool_param = True
-                await responses.put(pb.ModelStreamInferResponse(infer_response=response))
+            await put(pb.ModelStreamInferResponse(infer_response=response))
 
     async def _stream_row(
         self,
@@ -266,7 +300,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         index: int,
         rows: int,
         wanted: frozenset[str],
-        responses: asyncio.Queue[pb.ModelStreamInferResponse | None],
+        put: Put,
         timeout_s: float | None,
         key: _Key | None,
     ) -> None:
@@ -276,7 +310,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
         def beat() -> Coroutine[object, object, None]:
             tensors = [tensor for tensor in piece_outputs(Chunk(0, 0), index) if tensor.name in wanted]
-            return responses.put(pieces.make(tensors, is_final=False))
+            return put(pieces.make(tensors, is_final=False))
 
         with naming_tensors(inputs.keys() | named), self._front.keep_alives.keep(beat) as stream:
             native = await self._native(inputs, index, rows, named, parameters, key)
@@ -291,7 +325,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                         response = pieces.make(tensors, is_final=is_final)
                         note_kind_change(response.infer_response, [chunk.kind_changed_at])
                         note_validation(response.infer_response, [chunk.validation])
-                        await stream.write(responses.put, response)
+                        await stream.write(put, response)
             output.raise_unfinished()
 
     async def _collect(
@@ -331,14 +365,15 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         return native
 
     def _check(self, request: pb.ModelInferRequest) -> Parameters:
-        self._check_model(request.model_name, request.model_version)
+        self.check_model(request.model_name, request.model_version)
         return read_parameters(request)
 
     def _read(self, request: pb.ModelInferRequest) -> tuple[dict[str, InputTensor], frozenset[str]]:
         wanted = check_outputs([item.name for item in request.outputs])
         return parse_inputs(request), wanted
 
-    def _check_model(self, name: str, version: str) -> None:
+    def check_model(self, name: str, version: str) -> None:
+        """Raise NotFoundError unless a model of this name and version is served."""
         if name not in (_ALIAS, self._model.name) or version not in ("", _VERSION):
             wanted = f"{name} version {version}" if version else name
             raise NotFoundError(f"{wanted!r} is not served here; the model is {self._model.name!r}", field="model_name")

@@ -21,7 +21,7 @@ from router.protocols.validation import ERRORS, IS_VALID
 Value = bool | int | float | bytes
 FINAL = "triton_final_response"  # the parameter that marks a request's last response
 
-_ARRAY_CODES = {
+ARRAY_CODES = {
     "UINT8": "B",
     "UINT16": "H",
     "UINT32": "I",
@@ -114,19 +114,20 @@ def _parse(item: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> In
     elif datatype not in _CONTENTS:
         raise ValueError(f"has the unknown type {datatype!r}")
     else:
-        values = _unpack(datatype, raw) if raw is not None else getattr(item.contents, _CONTENTS[datatype])[:]
+        values = unpack(datatype, raw) if raw is not None else getattr(item.contents, _CONTENTS[datatype])[:]
         num_values = len(values)
     if num_values != prod(shape):
         raise ValueError(f"has {num_values} elements; its shape {list(shape)} requires {prod(shape)} elements")
     return InputTensor(item.name, datatype, shape, values, data)
 
 
-def _unpack(datatype: str, raw: bytes) -> Sequence[Value]:
+def unpack(datatype: str, raw: bytes) -> Sequence[Value]:
+    """Return the elements in raw contents. Raises ValueError or struct.error if they are incomplete."""
     if datatype == "BYTES":
         return _unpack_bytes(raw)
     if datatype == "BOOL":
         return [value != 0 for value in raw]
-    values = array(_ARRAY_CODES[datatype])
+    values = array(ARRAY_CODES[datatype])
     values.frombytes(raw)  # raises ValueError if a partial element is left over
     if sys.byteorder == "big":
         values.byteswap()

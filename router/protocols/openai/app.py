@@ -128,7 +128,7 @@ class OpenAiApi:
         check_model(body.text("model") or "", self._model)
         names: Names = {}
         ignored: list[str] = []
-        if body.has("messages"):
+        if body.fields.get("messages") is not None:  # not marked as read, since their parts are read one by one
             job = chat_job(body, self._vocabulary)
             native, options, names = job.requests[0], job.options, job.names
             used = _RENDERED | _LIMITS if options.max_tokens == -1 else _RENDERED
@@ -187,7 +187,8 @@ def _health_answer(problems: list[str]) -> Response:
 
 async def refuse(error: MidstreamError, scope: Scope, receive: Receive, send: Send) -> None:
     """Send `error` for a request that does not reach an endpoint."""
-    await JSONResponse(error_body(error), http_status(error), headers=retry_headers(error))(scope, receive, send)
+    body = {"error": str(error)} if _is_kserve(scope["path"]) else error_body(error)
+    await JSONResponse(body, http_status(error), headers=retry_headers(error))(scope, receive, send)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -201,10 +202,13 @@ async def _http_error(request: Request, error: Exception) -> Response:
         given["Allow"] = ", ".join(sorted(_methods(request, request.url.path)))
         detail = f"{request.url.path[:128]} does not support {request.method}; use {given['Allow']}"
     shown = {"message": detail, "type": "invalid_request_error", "param": None, "code": None}
-    # Clients of KServe's v2 protocol print the error as a text.
-    is_v2 = request.url.path.startswith("/v2")
-    body = {"error": detail if is_v2 else shown}
+    body = {"error": detail if _is_kserve(request.url.path) else shown}
     return Response(json.dumps(body), status, given, media_type="application/json")
+
+
+def _is_kserve(path: str) -> bool:
+    """Return whether a path is one of KServe's protocol v2, whose clients print an error as a text."""
+    return path.startswith("/v2") and not path.startswith("/v2/rerank")
 
 
 def _advice(request: Request) -> str:

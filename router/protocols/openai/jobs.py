@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
@@ -20,7 +20,12 @@ from router.protocols.conversation import ChatModel, Conversation, drop_format, 
 from router.protocols.fields import CHAT, COMPLETIONS, check_supported
 from router.protocols.openai.body import Body, token_ids
 from router.protocols.openai.messages import chat_messages
-from router.protocols.openai.parameters import effort_variables, native_request, read_cache_retention_s
+from router.protocols.openai.parameters import (
+    effort_variables,
+    native_request,
+    read_cache_retention_s,
+    template_variables,
+)
 from router.protocols.openai.shapes import ChatShape, CompletionShape, Details, Shape, Spell
 from router.protocols.openai.tools import read_tools
 
@@ -180,30 +185,10 @@ def _fill_chat(body: Body, chat: pb.ChatInput, model: ChatModel) -> list[str]:
     if prompt_follows is not None:
         chat.add_generation_prompt = prompt_follows
     variables = effort_variables(body, "reasoning_effort", model)
-    if body.child("chat_template_kwargs") is not None:
-        given = body.get("chat_template_kwargs")
-        assert isinstance(given, dict)
-        variables |= _template_variables(given, chat)
+    variables |= template_variables(body, chat)
     if variables:
         chat.template_variables_json = json.dumps(variables)
     return image_fields
-
-
-def _template_variables(given: Mapping[str, object], chat: pb.ChatInput) -> dict[str, object]:
-    """Return `chat_template_kwargs` without `add_generation_prompt`, which is set in `chat`."""
-    field = "chat_template_kwargs"
-    for name in ("messages", "tools"):
-        if name in given:
-            raise InvalidArgumentError("is a field of the request itself", field=f"{field}.{name}")
-    prompt_follows = given.get("add_generation_prompt")
-    if prompt_follows is not None:
-        path = f"{field}.add_generation_prompt"
-        if not isinstance(prompt_follows, bool):
-            raise InvalidArgumentError("must be true or false", field=path)
-        if chat.HasField("add_generation_prompt") and chat.add_generation_prompt != prompt_follows:
-            raise InvalidArgumentError("conflicts with add_generation_prompt", field=path)
-        chat.add_generation_prompt = prompt_follows
-    return {name: value for name, value in given.items() if name != "add_generation_prompt"}
 
 
 def _options(body: Body) -> PromptOptions:

@@ -6,7 +6,7 @@ import json
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
-from router.protocols.contents import add_image, add_text, image_of_url
+from router.protocols.contents import add_image, add_text, check_detail, image_of_url
 from router.protocols.openai.body import Body
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -68,6 +68,7 @@ def _add_content(turn: pb.ChatMessage, message: Body, image_fields: list[str]) -
                 raise InvalidArgumentError("must be an object with a url", field=part.path("image_url"))
             add_image(turn, image_of_url(source.text("url") or "", source.path("url")))
             image_fields.append(source.path("url"))
+            check_detail(source)
         elif kind in ("text", "refusal"):
             text, refusal = part.text("text"), part.text("refusal")
             if text is None and refusal is None:

@@ -14,6 +14,7 @@ from router.pipeline.request_checks import (
     MAX_STOP_WORDS,
 )
 from router.protocols.conversation import EFFORTS
+from router.protocols.fields import RESPONSES
 from router.protocols.openai.parameters import TIERS
 
 # A JSON schema, or another part of an OpenAPI document.
@@ -144,7 +145,7 @@ def document(model: ModelFolder) -> Part:
             "post": _post("Count the tokens of a conversation.", counted, ["messages"]) | _with(version)
         },
         "/v1/responses": {
-            "post": _post("Create a response and store it.", _responses_fields(names), ["input"], stream=True)
+            "post": _post("Create a response and store it.", _responses_fields(names, model), ["input"], stream=True)
         },
         "/v1/responses/input_tokens": {
             "post": _post("Count the tokens of an input.", {"model": names, "input": _INPUT}, ["input"])
@@ -157,6 +158,7 @@ def document(model: ModelFolder) -> Part:
         "/v1/responses/{response_id}/input_items": {
             "get": _get("The input items of a response.") | _with(response_id, *_page(100), order, *included)
         },
+        **_conversation_paths(order, included),
         **_embedding_paths(names, inputs(2048)),
         "/v1/files": {
             "get": _get("The caller's files, newest first.") | _with(*_page(1000), order, purpose),
@@ -193,6 +195,7 @@ def document(model: ModelFolder) -> Part:
                 _query("after", _TEXT, "`next_after` of the previous page."),
             )
         },
+        **_kserve_paths(),
         "/health": {"get": _get("Health of this router; 503 if it cannot serve requests.")},
         "/live": {"get": _get("Whether this process makes progress; 503 if it must be restarted.")},
         "/metrics": {"get": _get("Prometheus' metrics.", "text/plain")},
@@ -225,6 +228,7 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
             "propertyNames": {"pattern": "^[0-9]{1,4}$"},
             "additionalProperties": _number(-100, 100),
         },
+        "allowed_token_ids": _array(token, minItems=1),
         "stop": _any(_STOP_WORD, _array(_STOP_WORD, maxItems=MAX_STOP_WORDS)),
         "stop_token_ids": _array(token, maxItems=MAX_STOP_TOKENS),
         "bad_words": _array(_STOP_WORD, maxItems=MAX_STOP_WORDS),
@@ -242,6 +246,7 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
             {
                 "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]},
                 "json_schema": _object({"name": _TEXT, "schema": _OBJECT}),
+                "schema": _OBJECT,
                 "format": _OBJECT,
                 "structures": {"type": "array", "items": _OBJECT},
                 "triggers": {"type": "array", "items": _TEXT},
@@ -250,6 +255,10 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
         ),
         **{f"guided_{name}": schema for name, schema in guided.items()},
         "guided_json_object": _FLAG,
+        "grammar": _TEXT,
+        "json_schema": _any(_OBJECT, _TEXT),
+        "ebnf": _TEXT,
+        "regex": _TEXT,
         "guided_whitespace_pattern": _TEXT,
         "use_beam_search": _FLAG,
         "length_penalty": {"type": "number"},
@@ -302,6 +311,8 @@ def _embedding_paths(names: Part, inputs: Part) -> Part:
         **common,
         "query": _SOME_TEXT,
         "documents": texts,
+        "texts": texts,
+        "return_text": _FLAG,
         "top_n": _integer(0, 1 << 20),
         "return_documents": _FLAG,
     }
@@ -318,22 +329,95 @@ def _embedding_paths(names: Part, inputs: Part) -> Part:
             "post": _post(
                 "Sort documents by their similarity to a query (also /v1/rerank, /v2/rerank).",
                 ranked,
-                ["query", "documents"],
+                ["query"],
             )
         },
     }
 
 
-def _responses_fields(names: Part) -> Part:
+def _conversation_paths(order: Part, included: list[Part]) -> Part:
+    conversation, item = (
+        {"name": name, "in": "path", "required": True, "schema": _SOME_TEXT} for name in ("conversation_id", "item_id")
+    )
+    items = {"items": _array(_OBJECT, maxItems=20)}
+    metadata = {"metadata": {"type": "object", "additionalProperties": {"type": "string", "maxLength": 512}}}
+    one = "/v1/conversations/{conversation_id}"
+    return {
+        "/v1/conversations": {"post": _post("Create a conversation.", items | metadata, [])},
+        one: {
+            "get": _get("A conversation.") | _with(conversation),
+            "post": _post("Replace a conversation's metadata.", metadata, []) | _with(conversation),
+            "delete": _get("Delete a conversation.") | _with(conversation),
+        },
+        f"{one}/items": {
+            "get": _get("The items of a conversation.") | _with(conversation, *_page(100), order, *included),
+            "post": _post("Add items to a conversation.", items, ["items"]) | _with(conversation, *included),
+        },
+        f"{one}/items/{{item_id}}": {
+            "get": _get("An item of a conversation.") | _with(conversation, item, *included),
+            "delete": _get("Remove an item from a conversation.") | _with(conversation, item),
+        },
+    }
+
+
+def _kserve_paths() -> Part:
+    """Return the paths of KServe's protocol v2, whose errors are texts."""
+    model = {"name": "model", "in": "path", "required": True, "schema": _SOME_TEXT}
+    tensor = _object(
+        {
+            "name": _TEXT,
+            "datatype": _TEXT,
+            "shape": _array(_integer(0, 1 << 32)),
+            "data": {"type": "array"},
+            "parameters": _OBJECT,
+        },
+        "name",
+    )
+    infer = {"id": _TEXT, "inputs": _array(tensor, minItems=1), "outputs": _array(tensor), "parameters": _OBJECT}
+    # The other fields of TensorRT-LLM's ensemble are tensors, too.
+    generate = {"text_input": _SOME_TEXT, "max_tokens": _integer(1, 1 << 31), "id": _TEXT, "parameters": _OBJECT}
+    one = "/v2/models/{model}"
+    operations = {
+        "/v2": {"get": _get("Name, version and extensions of this server (KServe's protocol v2).")},
+        "/v2/health/live": {"get": _get("Whether this router is live.")},
+        "/v2/health/ready": {"get": _get("Whether this router is ready; 503 if it is not.")},
+        one: {"get": _get("The model's tensors (also /v2/models/{model}/versions/1, as below).") | _with(model)},
+        f"{one}/ready": {"get": _get("Whether the model is ready.") | _with(model)},
+        f"{one}/config": {"get": _get("The model's configuration in Triton's format.") | _with(model)},
+        f"{one}/infer": {"post": _post("Run all rows of a batch of tensors.", infer, ["inputs"]) | _with(model)},
+        f"{one}/generate": {
+            "post": _post("Complete a text (Triton's extension).", generate, ["text_input"]) | _with(model)
+        },
+        f"{one}/generate_stream": {
+            "post": _post("Complete a text, as events.", generate, ["text_input"], stream=True) | _with(model)
+        },
+    }
+    failed = {"application/json": {"schema": _object({"error": _TEXT}, "error")}}
+    for path in operations.values():
+        for operation in path.values():
+            operation["responses"]["default"] = {"description": "Error.", "content": failed}
+    return operations
+
+
+def _responses_sampling(model: ModelFolder) -> Part:
+    """Return the schemas of vLLM's fields in responses."""
+    common = _common_fields(model, _integer(0, model.vocab_size - 1), _TEXT)
+    taken = {name: common[name] for name in RESPONSES if name in common}
+    return {**_sampling_fields(), **taken, "chat_template_kwargs": _OBJECT}
+
+
+def _responses_fields(names: Part, model: ModelFolder) -> Part:
     return {
         "model": names,
         "input": _INPUT,
         "instructions": _TEXT,
         "previous_response_id": _TEXT,
+        "conversation": _any(_TEXT, _object({"id": _TEXT}, "id")),
         "return_receipt": _FLAG,
         "store": _FLAG,
         "background": _FLAG,
-        **_sampling_fields(),
+        **_responses_sampling(model),
+        "top_logprobs": _integer(0, MAX_LOG_PROBS),
         "max_output_tokens": _integer(1, 0xFFFFFFFF),
         "tools": _array(_OBJECT),
         "tool_choice": _TOOL_CHOICE,

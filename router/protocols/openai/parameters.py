@@ -23,6 +23,13 @@ _CACHE_TTLS_S = {"30m": 30 * 60, "12h": 12 * 3600}
 TIERS = {"auto": 0, "default": 0, "flex": -50, "scale": 0, "priority": 50, "fast": 50}
 _SEED_RANGE = 1 << 64
 _GUIDES = {"json": pb.GUIDE_TYPE_JSON_SCHEMA, "regex": pb.GUIDE_TYPE_REGEX, "grammar": pb.GUIDE_TYPE_EBNF_GRAMMAR}
+# The fields of llama.cpp (`grammar`, `json_schema`) and SGLang (`ebnf`, `regex`, `json_schema`).
+_OTHER_GUIDES = {
+    "grammar": pb.GUIDE_TYPE_EBNF_GRAMMAR,
+    "ebnf": pb.GUIDE_TYPE_EBNF_GRAMMAR,
+    "regex": pb.GUIDE_TYPE_REGEX,
+    "json_schema": pb.GUIDE_TYPE_JSON_SCHEMA,
+}
 _REGEX_SPECIAL = re.compile(r"[\\.^$|?*+()\[\]{}]")
 # The client's field, and the guide that it sets.
 _Guide = tuple[str, pb.GuidedDecodingConfig]
@@ -45,8 +52,8 @@ def native_request(body: Body, tokens: Mapping[str, int]) -> tuple[pb.GenerateRe
     )
     if wants_receipt(body):
         request.output.return_receipt = True
-    _fill_sampling(body, request.sampling)
-    _fill_stopping(body, request.stopping)
+    fill_sampling(body, request.sampling)
+    fill_stopping(body, request.stopping)
     skip = body.flag("skip_special_tokens")
     if skip is not None:
         request.output.skip_special_tokens = skip
@@ -83,6 +90,27 @@ def effort_variables(fields: Body, name: str, model: ChatModel) -> dict[str, obj
     return variables
 
 
+def template_variables(body: Body, chat: pb.ChatInput) -> dict[str, object]:
+    """Return `chat_template_kwargs` without `add_generation_prompt`, which is set in `chat`."""
+    field = "chat_template_kwargs"
+    if body.child(field) is None:
+        return {}
+    given = body.get(field)
+    assert isinstance(given, dict)
+    for name in ("messages", "tools"):
+        if name in given:
+            raise InvalidArgumentError("is a field of the request itself", field=f"{field}.{name}")
+    prompt_follows = given.get("add_generation_prompt")
+    if prompt_follows is not None:
+        path = f"{field}.add_generation_prompt"
+        if not isinstance(prompt_follows, bool):
+            raise InvalidArgumentError("must be true or false", field=path)
+        if chat.HasField("add_generation_prompt") and chat.add_generation_prompt != prompt_follows:
+            raise InvalidArgumentError("conflicts with add_generation_prompt", field=path)
+        chat.add_generation_prompt = prompt_follows
+    return {name: value for name, value in given.items() if name != "add_generation_prompt"}
+
+
 def read_cache_retention_s(body: Body) -> int:
     """Return how long to keep the KV blocks of the prompt, in seconds; 0 for the default."""
     options = body.child("prompt_cache_options")
@@ -91,7 +119,8 @@ def read_cache_retention_s(body: Body) -> int:
     return max(_CACHE_TTLS_S[ttl] if ttl else 0, _CACHE_RETENTION_S[retention] if retention else 0)
 
 
-def _fill_sampling(body: Body, sampling: pb.SamplingConfig) -> None:
+def fill_sampling(body: Body, sampling: pb.SamplingConfig) -> None:
+    """Set the fields that choose tokens. Raises InvalidArgumentError if one has another type."""
     for name in _NUMBERS:
         value = body.number(name)
         if value is not None:
@@ -112,6 +141,10 @@ def _fill_sampling(body: Body, sampling: pb.SamplingConfig) -> None:
         sampling.beam_width = num_sequences or 1
         penalty = body.number("length_penalty")
         sampling.length_penalty = 1.0 if penalty is None else penalty
+    allowed = body.token_ids("allowed_token_ids")
+    if body.has("allowed_token_ids") and not allowed:
+        raise InvalidArgumentError("must not be empty", field="allowed_token_ids")
+    sampling.allowed_token_ids.extend(allowed)
     bias = body.get("logit_bias")
     if bias is not None:
         _fill_bias(bias, sampling)
@@ -128,7 +161,8 @@ def _fill_bias(bias: object, sampling: pb.SamplingConfig) -> None:
         sampling.embedding_bias[int(key)] = value
 
 
-def _fill_stopping(body: Body, stopping: pb.StoppingConfig) -> None:
+def fill_stopping(body: Body, stopping: pb.StoppingConfig) -> None:
+    """Set the fields that end a text or forbid a part of it. Raises InvalidArgumentError if one has another type."""
     stopping.stop_words.extend(body.texts("stop"))
     stopping.stop_token_ids.extend(body.token_ids("stop_token_ids"))
     stopping.bad_words.extend(body.texts("bad_words"))
@@ -137,10 +171,11 @@ def _fill_stopping(body: Body, stopping: pb.StoppingConfig) -> None:
 
 
 def _guide(body: Body, tokens: Mapping[str, int]) -> _Guide | None:
-    """Return the guide from response_format, or vLLM's guided_* or structured_outputs fields; None if unset."""
+    """Return the guide from response_format or the fields of vLLM, llama.cpp and SGLang; None if unset."""
     form = _response_format(body, tokens)
     found: list[_Guide] = [] if form is None else [("response_format", form)]
     found += _named_guides(body, "guided_")
+    found += [guide for name, kind in _OTHER_GUIDES.items() for guide in _text_guide(body, name, kind)]
     structured = body.child("structured_outputs")
     if structured is not None:
         tag = structured.get("structural_tag")
@@ -179,8 +214,13 @@ def _response_format(body: Body, tokens: Mapping[str, int]) -> pb.GuidedDecoding
     kind = response_format.text("type")
     if kind == "text":
         return None
-    if kind == "json_object":
+    if kind == "json_object" and response_format.fields.get("schema") is None:
         return json_object_guide()
+    if kind == "json_object":  # with a schema, as in llama.cpp
+        schema = response_format.get("schema")
+        if not isinstance(schema, dict):
+            raise InvalidArgumentError("must be an object", field="response_format.schema")
+        return schema_guide(schema, None)
     if kind == "json_schema":
         given = response_format.child("json_schema")
         schema = given.get("schema") if given is not None else None
@@ -198,15 +238,7 @@ def _structural_guide(body: Body, tokens: Mapping[str, int]) -> pb.GuidedDecodin
 
 
 def _named_guides(body: Body, prefix: str) -> list[_Guide]:
-    guides: list[_Guide] = []
-    for name, guide_type in _GUIDES.items():
-        value = body.get(prefix + name)
-        if name == "json" and isinstance(value, dict):
-            value = json.dumps(value)
-        if value is not None and not isinstance(value, str):
-            raise InvalidArgumentError("must be a string", field=body.path(prefix + name))
-        if value is not None:
-            guides.append((body.path(prefix + name), pb.GuidedDecodingConfig(guide_type=guide_type, guide=value)))
+    guides = [guide for name, kind in _GUIDES.items() for guide in _text_guide(body, prefix + name, kind)]
     choices = body.texts(prefix + "choice")
     if body.get(prefix + "choice") is not None:
         if not choices:
@@ -215,6 +247,18 @@ def _named_guides(body: Body, prefix: str) -> list[_Guide]:
     if body.flag(prefix + "json_object"):
         guides.append((body.path(prefix + "json_object"), json_object_guide()))
     return guides
+
+
+def _text_guide(body: Body, name: str, kind: pb.GuideType.ValueType) -> list[_Guide]:
+    """Return the guide in a field; empty if it is unset. A schema may be an object or its JSON text."""
+    value = body.get(name)
+    if kind == pb.GUIDE_TYPE_JSON_SCHEMA and isinstance(value, dict):
+        value = json.dumps(value)
+    if value is None:
+        return []
+    if not isinstance(value, str):
+        raise InvalidArgumentError("must be a string", field=body.path(name))
+    return [(body.path(name), pb.GuidedDecodingConfig(guide_type=kind, guide=value))]
 
 
 def json_object_guide() -> pb.GuidedDecodingConfig:

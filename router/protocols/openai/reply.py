@@ -152,7 +152,7 @@ class Reply(StreamedResponse):
                 num_prompt = len(self._job.requests[number].token_ids.values) if self._job.echoes_prompt else 0
                 ordered.sort(key=partial(mean_log_prob, num_prompt), reverse=True)
             for chunk in ordered[: self._job.num_choices]:
-                choice = self._job.shape.whole(len(choices), chunk)
+                choice = self._of_output(number, chunk, self._job.shape.whole(len(choices), chunk))
                 choices.append(choice if self._job.shape.is_prompt_shared else choice | prompt)
         shared = prompt if self._job.shape.is_prompt_shared else {}
         await self._count_reasoning()
@@ -244,12 +244,23 @@ class Reply(StreamedResponse):
         is_first = index not in position.offsets
         position.advance(chunk, counts_characters=job.reads_text)
         part = job.shape.part(shown, chunk)
+        if part is not None:
+            part = self._of_output(number, chunk, part)
         if part is not None and is_first and not job.shape.is_prompt_shared:
             part |= self._prompt_fields(number, None)
         reached = job.shape.text_offset(shown)
         if reached is not None:
             position.characters[index], position.partial[index] = reached
         return part
+
+    def _of_output(self, number: int, chunk: Chunk, choice: dict[str, object]) -> dict[str, object]:
+        """Return a choice, or its delta, with the ids of output tokens only: those of an echoed prompt are in
+        `prompt_token_ids`, as in vLLM.
+        """
+        if self._job.echoes_prompt and "token_ids" in choice:
+            num_prompt = len(self._job.requests[number].token_ids.values)
+            choice["token_ids"] = list(chunk.token_ids[max(num_prompt - chunk.token_offset, 0) :])
+        return choice
 
     def _event(self, shown: int, choice: dict[str, object] | None, more: Mapping[str, object] | None = None) -> str:
         """Return the event with the delta of one choice, whose index is `shown`, or with the usage; `more` are fields

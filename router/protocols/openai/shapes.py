@@ -135,7 +135,7 @@ class CompletionShape:
         self.details = details
         self._spell = spell
         self._skipped_ids = skipped_ids
-        self._offsets: dict[int, _TextOffset] = {}
+        self._offsets: dict[int, TextOffset] = {}
 
     def opening(self, index: int) -> dict[str, object] | None:
         """Return None: there is no content before the output."""
@@ -159,7 +159,7 @@ class CompletionShape:
 
     def begin_at(self, index: int, num_characters: int, partial: bytes) -> None:
         """Set the offset at which a choice continues, unless it has already begun."""
-        self._offsets.setdefault(index, _TextOffset(num_characters, partial))
+        self._offsets.setdefault(index, TextOffset(num_characters, partial))
 
     def text_offset(self, index: int) -> tuple[int, bytes] | None:
         """Return the arguments of `begin_at` for the output that follows; None if there are no log probabilities."""
@@ -187,7 +187,7 @@ class CompletionShape:
             values = [*missing, *known, *values]
             tops = [*missing, *known_tops, *tops]
         pieces = [b"" if token in self._skipped_ids else self._spell(token) for token in token_ids]
-        offset = self._offsets.setdefault(index, _TextOffset())
+        offset = self._offsets.setdefault(index, TextOffset())
         return {
             "tokens": [self._name(token) for token in token_ids],
             "token_logprobs": values,
@@ -216,7 +216,7 @@ class CompletionShape:
         return _id_name(token_id) if self.details.names_ids else _entry_name(self._spell(token_id))
 
 
-class _TextOffset:
+class TextOffset:
     """Counts the complete characters of a text that is given as bytes."""
 
     def __init__(self, num_characters: int = 0, partial: bytes = b"") -> None:
@@ -345,20 +345,25 @@ class ChatShape:
         log_probs = chunk.extras.log_probs if chunk.extras else None
         if log_probs is None:
             return None
-        content = [
-            {
-                **self._entry(token, value),
-                "top_logprobs": [self._entry(*pair) for pair in _top(log_probs, row, self.details.num_top)],
-            }
-            for row, (token, value) in enumerate(zip(chunk.token_ids, log_probs.token_log_probs, strict=False))
-        ]
-        return {"content": content, "refusal": None}
+        entries = token_entries(chunk.token_ids, log_probs, self._spell, self.details)
+        return {"content": entries, "refusal": None}
 
-    def _entry(self, token_id: int, value: float) -> dict[str, object]:
-        piece = self._spell(token_id)
+
+def token_entries(
+    token_ids: Sequence[int], log_probs: LogProbs, spell: Spell, details: Details
+) -> list[dict[str, object]]:
+    """Return the log probabilities of tokens in the format of chat completions and responses."""
+
+    def entry(token_id: int, value: float) -> dict[str, object]:
+        piece = spell(token_id)
         # OpenAI also uses this notation for a part of a character.
-        token = _id_name(token_id) if self.details.names_ids else piece.decode(errors="backslashreplace")
+        token = _id_name(token_id) if details.names_ids else piece.decode(errors="backslashreplace")
         return {"token": token, "logprob": _finite(value), "bytes": list(piece)}
+
+    return [
+        {**entry(token, value), "top_logprobs": [entry(*pair) for pair in _top(log_probs, row, details.num_top)]}
+        for row, (token, value) in enumerate(zip(token_ids, log_probs.token_log_probs, strict=False))
+    ]
 
 
 def usage_fields(usage: Usage) -> dict[str, object]:

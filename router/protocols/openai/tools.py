@@ -22,7 +22,7 @@ def read_tools(body: Body) -> tuple[Tools, dict[str, str]]:
     for tool in body.objects("tools"):
         name, schema, is_strict = _function(tool)
         check_new_tool(name, schemas, tool.path("function.name"))
-        schemas[name], definitions[name], paths[name] = schema, tool.fields, tool.path("function.parameters")
+        schemas[name], definitions[name], paths[name] = schema, _shown(tool), tool.path("function.parameters")
         if is_strict:
             strict.add(name)
     is_parallel = body.flag("parallel_tool_calls") is not False
@@ -77,6 +77,16 @@ def _chosen_functions(body: Body, tools: Tools) -> Tools:
             raise UnsupportedError("only functions are supported", field=tool.path("type"))
         names.add(_function_name(tool))
     return tools.allow(names, "required" if mode == "required" else "auto", "tool_choice.allowed_tools.tools")
+
+
+def _shown(tool: Body) -> dict[str, object]:
+    """Return a tool as the template gets it, without what is not about the tool."""
+    function = tool.fields["function"]
+    assert isinstance(function, dict)
+    if "cache_control" not in tool.fields and "cache_control" not in function:
+        return tool.fields
+    fields = {name: value for name, value in tool.fields.items() if name != "cache_control"}
+    return {**fields, "function": {name: value for name, value in function.items() if name != "cache_control"}}
 
 
 def _function_name(body: Body) -> str:

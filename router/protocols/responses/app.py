@@ -7,7 +7,9 @@ a response from its request, which is in a scheduler's journal, and resume the s
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 import uuid
 from dataclasses import dataclass
 
@@ -16,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from midstream.chunk import Chunk, Usage
-from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, OutOfRangeError
+from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, OutOfRangeError, UnavailableError
 from protos import generation_pb2 as pb
 from protos import scheduler_pb2
 from router.pipeline.generation import FrontDoor, Output
@@ -34,14 +36,14 @@ from router.protocols.openai.endpoints import (
     flag,
     id_header,
     integer,
-    is_ascending,
     mapped,
-    page_limit,
 )
 from router.protocols.openai.errors import error_body
 from router.protocols.openai.models import Models
-from router.protocols.responses.items import Item, owner_of, references
-from router.protocols.responses.request import ResponseJob, previous_id, read_response
+from router.protocols.responses.conversations import Conversations, StoredConversation, is_lost
+from router.protocols.responses.items import Item, item_page, listed, owner_of, references
+from router.protocols.responses.log_probs import TokenLogProbs
+from router.protocols.responses.request import ResponseJob, conversation_id_of, previous_id, read_response
 from router.protocols.responses.stored import read_stored
 from router.protocols.responses.writer import Fields, ResponseWriter, Status
 from router.protocols.streaming import CompleteResponse, EventStream, StreamedResponse, dump
@@ -49,7 +51,6 @@ from router.protocols.streaming import CompleteResponse, EventStream, StreamedRe
 _PATH = "/v1/responses"
 _PREFIX = "resp_"
 _NS_PER_S = 1_000_000_000
-_MAX_LISTED, _LISTED = 100, 20
 _INCLUDE = ("include", "include[]")  # has no effect: there is no output of server tools
 
 
@@ -61,6 +62,8 @@ class StoredResponse:
         response_id: The id that the client sees.
         context: Input and output items of the responses that it continues.
         key: Idempotency key with which it is created; empty if there is none.
+        conversation_id: The conversation to which its items are added; empty if there is none.
+        conversation_version: Version of the conversation from which `context` is.
     """
 
     response_id: str
@@ -69,10 +72,13 @@ class StoredResponse:
     created_at: int
     model: str
     key: str = ""
+    conversation_id: str = ""
+    conversation_version: int = 0
     has_started: bool = True
     has_finished: bool = False
 
-    def writer(self) -> ResponseWriter:
+    def writer(self, log_probs: TokenLogProbs | None = None) -> ResponseWriter:
+        """Return a writer of the response, which reports these log probabilities."""
         head = {"created_at": self.created_at, "model": self.model, **self.job.echo}
         job = self.job
         return ResponseWriter(
@@ -82,14 +88,24 @@ class StoredResponse:
             custom_tools=job.custom_tools,
             namespaces=job.namespaces,
             shows_hidden=job.shows_hidden,
+            log_probs=log_probs,
         )
 
 
 class ResponsesApi:
     """Serves /v1/responses."""
 
-    def __init__(self, front: FrontDoor, bodies: BodyReader, chat: ChatModel, kept: KeptRequests, ttl_s: int) -> None:
+    def __init__(
+        self,
+        front: FrontDoor,
+        bodies: BodyReader,
+        chat: ChatModel,
+        kept: KeptRequests,
+        conversations: Conversations,
+        ttl_s: int,
+    ) -> None:
         """`ttl_s` is how long a response is stored."""
+        self.conversations = conversations
         self.keep_alives = front.keep_alives
         self._front = front
         self._folder = front.runner.model
@@ -119,24 +135,36 @@ class ResponsesApi:
 
     async def _create_reply(self, request: Request) -> Response:
         body = await self._with_references(await self._bodies.read(request, lambda body: body))
-        context = await self._context(previous_id(body))
+        key = check_key(request.headers.get(HEADER))
+        response_id = _PREFIX + (request_id_of(key, _PATH) if key else uuid.uuid4().hex)
+        conversation_id, version = conversation_id_of(body), 0
+        if conversation_id:
+            found, version = await self.settled(conversation_id)
+            context = found.before(response_id)
+        else:
+            context = await self._context(previous_id(body))
         job = read_response(body, self._chat, context)
         native = job.conversation.request
         job.ignored.extend(limit_without_effect(native, self._folder, "max_output_tokens"))
-        key = check_key(request.headers.get(HEADER))
-        native.request_id = _PREFIX + (request_id_of(key, _PATH) if key else uuid.uuid4().hex)
+        native.request_id = response_id
         await self._models.resolve([native])
         if job.is_stored:
             native.keep_s = self._ttl_s
-            native.attachment = json.dumps({"body": body.fields, "context": context}).encode()
+            attachment = {"body": body.fields, "context": context, "conversation": conversation_id}
+            native.attachment = json.dumps(attachment).encode()
         if key:
             keep(native)
-        stored = StoredResponse(native.request_id, job, context, 0, native.model or self._folder.name, key)
+        model = native.model or self._folder.name
+        stored = StoredResponse(response_id, job, context, 0, model, key, conversation_id, version)
         return _Reply(self, stored, native)
 
     async def _count(self, request: Request) -> Response:
         body = await self._with_references(await self._bodies.read(request, lambda body: body))
-        context = await self._context(previous_id(body))
+        conversation_id = conversation_id_of(body)
+        if conversation_id:
+            context = (await self.settled(conversation_id))[0].before("")
+        else:
+            context = await self._context(previous_id(body))
         job = read_response(body, self._chat, context)
         native = job.conversation.request
         await self._models.resolve([native])
@@ -162,6 +190,9 @@ class ResponsesApi:
 
     async def _delete(self, request: Request) -> Response:
         stored = await self._stored(request.path_params["response_id"])
+        if stored.conversation_id:  # its items remain there
+            with contextlib.suppress(NotFoundError):
+                await self.settled(stored.conversation_id)
         await self._kept.delete(stored.response_id)
         return JSONResponse({"id": stored.response_id, "object": "response", "deleted": True})
 
@@ -175,21 +206,29 @@ class ResponsesApi:
         return JSONResponse(await self._now(stored))
 
     async def _list_items(self, request: Request) -> Response:
-        query = request.query_params
         stored = await self._stored(request.path_params["response_id"])
-        limit = page_limit(query, _LISTED, _MAX_LISTED)
-        items = _input_of(stored)
-        if not is_ascending(query):
-            items.reverse()
-        after = query.get("after")
-        if after:
-            ids = [item["id"] for item in items]
-            if after not in ids:
-                raise InvalidArgumentError("is not an item of this response", field="after")
-            items = items[ids.index(after) + 1 :]
-        page = items[:limit]
-        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-        return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(items) > limit})
+        return JSONResponse(item_page(_input_of(stored), request.query_params))
+
+    async def settled(self, conversation_id: str) -> tuple[StoredConversation, int]:
+        """Return a conversation, in which the responses that have ended are replaced by their items, and its version.
+        Raises NotFoundError if there is none with this id.
+        """
+        found, version = await self.conversations.get(conversation_id)
+        items: dict[str, list[Item]] = {}
+        for entry in found.waiting:
+            try:
+                stored = await self._stored(entry.response_id)
+            except NotFoundError:
+                if is_lost(entry, time.time()):
+                    items[entry.response_id] = []
+                continue
+            if stored.has_finished:
+                writer = await self.replay(stored)
+                items[entry.response_id] = [*_input_of(stored), *writer.items]
+        if not items:
+            return found, version
+        await self.conversations.update(conversation_id, lambda conversation: conversation.settle(items))
+        return await self.conversations.get(conversation_id)
 
     async def _context(self, response_id: str) -> list[Item]:
         """Return the input and output items of a response and of all before it; empty if there is no response."""
@@ -257,20 +296,38 @@ class ResponsesApi:
         job = read_stored(attachment["body"], self._chat, attachment["context"])
         job.conversation.note_prompt(native.token_ids.values, self._prompts.tokenizer)
         created_at = native.arrival_time_unix_ns // _NS_PER_S
-        model = job.conversation.request.model or self._folder.name
-        started, finished = found.has_started, found.has_finished
-        return StoredResponse(response_id, job, attachment["context"], created_at, model, "", started, finished)
+        return StoredResponse(
+            response_id,
+            job,
+            attachment["context"],
+            created_at,
+            job.conversation.request.model or self._folder.name,
+            conversation_id=attachment.get("conversation", ""),
+            has_started=found.has_started,
+            has_finished=found.has_finished,
+        )
 
     async def _now(self, stored: StoredResponse) -> Fields:
         """Return a response in its current state, with its output once it has ended."""
         if stored.has_finished:
-            writer = stored.writer()
+            writer = self.writer(stored)
             return await self.whole(stored, writer, self.resume(stored))
         status: Status = "in_progress" if stored.has_started or not stored.job.is_background else "queued"
         return stored.writer().response(status)
 
+    def writer(self, stored: StoredResponse) -> ResponseWriter:
+        """Return a writer for a client's copy of a response."""
+        job = stored.job
+        if job.num_top_log_probs is None:
+            return stored.writer()
+        tokenizer = self._prompts.tokenizer
+        output = job.conversation.request.output
+        skips = output.skip_special_tokens or not output.HasField("skip_special_tokens")
+        skipped = tokenizer.special_ids if skips else frozenset[int]()
+        return stored.writer(TokenLogProbs(tokenizer.token_bytes, skipped, job.num_top_log_probs))
+
     async def replay(self, stored: StoredResponse) -> ResponseWriter:
-        """Rebuild a response that has ended."""
+        """Rebuild a response that has ended, without log probabilities."""
         writer = stored.writer()
         await self.whole(stored, writer, self.resume(stored))
         return writer
@@ -286,7 +343,7 @@ class ResponsesApi:
         async with output:
             while not output.is_final:
                 for chunk in await output.take():
-                    writer.add(reader.read(chunk.text, is_final=chunk.is_sequence_final))
+                    writer.add(chunk, reader.read(chunk.text, is_final=chunk.is_sequence_final))
         last = writer.end(chunk, await self.usage(chunk, writer))[-1]["response"]
         assert isinstance(last, dict)
         return last
@@ -314,9 +371,17 @@ class ResponsesApi:
         async def prepare() -> None:
             await stored.job.conversation.prepare(self._prompts, self._folder, renders=True)
 
+        conversation_id, is_new = stored.conversation_id, False
+        if conversation_id:
+            # It is entered first: a response that runs, but is not in its conversation, would be lost there.
+            is_new = await self.conversations.enter(conversation_id, stored.response_id, stored.conversation_version)
         try:
             output = await self._front.start(native, None, stored.key, prepare, stored.job.conversation)
-        except InvalidArgumentError as error:
+        except MidstreamError as error:
+            if is_new and not isinstance(error, UnavailableError):  # otherwise it may have been accepted
+                await self.conversations.update(conversation_id, lambda found: found.settle({stored.response_id: []}))
+            if not isinstance(error, InvalidArgumentError):
+                raise
             if error.field == "attachment":
                 raise InvalidArgumentError(f"{error.message}; store=false makes it smaller", field="input") from None
             raise
@@ -374,7 +439,7 @@ class _Reply(StreamedResponse):
         return f"event: error\ndata: {dump({'type': 'error', 'sequence_number': self._last, **fields})}\n\n"
 
     async def _whole(self, output: Output) -> Fields:
-        writer = self._stored.writer()
+        writer = self._api.writer(self._stored)
         if not self._stored.job.is_background:
             return await self._api.whole(self._stored, writer, output)
         async with output:  # the request is detached, so it continues
@@ -382,11 +447,12 @@ class _Reply(StreamedResponse):
 
     async def _stream(self, output: Output, events: EventStream) -> None:
         stored = self._stored
-        writer, reader = stored.writer(), SequenceReader(stored.job.conversation, stored.response_id, 0)
+        writer, reader = self._api.writer(stored), SequenceReader(stored.job.conversation, stored.response_id, 0)
         await self._write(events, writer.begin())
         while not output.is_final:
             for chunk in await output.take():
-                await self._write(events, writer.add(reader.read(chunk.text, is_final=chunk.is_sequence_final)))
+                parsed = reader.read(chunk.text, is_final=chunk.is_sequence_final)
+                await self._write(events, writer.add(chunk, parsed))
         last = writer.end(chunk, await self._api.usage(chunk, writer))
         if self._after > int(str(last[-1]["sequence_number"])):
             raise OutOfRangeError(f"is {self._after}, beyond the last event", field="starting_after")
@@ -413,15 +479,5 @@ def _input_of(stored: StoredResponse) -> list[Item]:
         item_id = item.get("id")
         item_id = item_id if item_id and item_id not in known else f"msg_{own}_in_{index}"
         known.add(item_id)
-        items.append(_listed(item, item_id))
+        items.append(listed(item, item_id))
     return items
-
-
-def _listed(item: Item, item_id: object) -> Item:
-    """Return an input item as it appears in lists: with a type, the given id, and its text as content parts."""
-    kind = item.get("type") or "message"
-    listed: Item = {**item, "type": kind, "id": item_id}
-    if kind == "message" and isinstance(item.get("content"), str):
-        part = "output_text" if item.get("role") == "assistant" else "input_text"
-        listed["content"] = [{"type": part, "text": item["content"]}]
-    return listed

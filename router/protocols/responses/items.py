@@ -6,13 +6,14 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
-from router.protocols.contents import add_image, add_text, image_of_url
+from router.protocols.contents import add_image, add_text, check_detail, image_of_url
 from router.protocols.openai.body import Body
+from router.protocols.openai.endpoints import is_ascending, page_limit
 
 Item = dict[str, object]
 
@@ -25,6 +26,7 @@ CUSTOM_SCHEMA: dict[str, object] = {
 }
 _ROLES = ("user", "assistant", "system", "developer")
 REFERENCE = "item_reference"
+_MAX_LISTED, _LISTED = 100, 20  # items of a page
 # The id of an item of a response contains the id of the response, without its prefix.
 _ITEM_ID = re.compile(r"[a-z]+_(.+?)_(?:in_)?\d+")
 
@@ -156,6 +158,7 @@ class Turns:
                     raise InvalidArgumentError("must be set", field=part.path("image_url"))
                 add_image(turn, image_of_url(url, part.path("image_url")))
                 self.image_fields.append(part.path("image_url"))
+                check_detail(part)
             elif kind in ("input_text", "output_text", "text", "refusal"):
                 text, refusal = part.text("text"), part.text("refusal")
                 if text is None and refusal is None:
@@ -222,3 +225,30 @@ def _call_id(item: Body) -> str:
     if not call_id:
         raise InvalidArgumentError("must be set", field=item.path("call_id"))
     return call_id
+
+
+def listed(item: Item, item_id: object) -> Item:
+    """Return an item as it appears in lists: with a type, the given id, and its text as content parts."""
+    kind = item.get("type") or "message"
+    shown: Item = {**item, "type": kind, "id": item_id}
+    if kind == "message" and isinstance(item.get("content"), str):
+        part = "output_text" if item.get("role") == "assistant" else "input_text"
+        shown["content"] = [{"type": part, "text": item["content"]}]
+    return shown
+
+
+def item_page(items: Sequence[Item], query: Mapping[str, str]) -> dict[str, object]:
+    """Return the page of a list of items, oldest first, for which a query asks. Raises InvalidArgumentError if a
+    parameter is invalid.
+    """
+    limit = page_limit(query, _LISTED, _MAX_LISTED)
+    ordered = list(items) if is_ascending(query) else list(reversed(items))
+    after = query.get("after")
+    if after:
+        ids = [item["id"] for item in ordered]
+        if after not in ids:
+            raise InvalidArgumentError("is not an item of this list", field="after")
+        ordered = ordered[ids.index(after) + 1 :]
+    page = ordered[:limit]
+    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+    return {"object": "list", "data": page, **ends, "has_more": len(ordered) > limit}

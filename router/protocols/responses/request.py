@@ -9,17 +9,21 @@ from dataclasses import dataclass, field, replace
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
 from router.parsers.machine import Schema
+from router.pipeline.request_checks import MAX_LOG_PROBS
 from router.protocols.contents import image_names
 from router.protocols.conversation import ChatModel, Conversation, Tools, drop_format, keep_prefix
 from router.protocols.fields import RESPONSES, RESPONSES_OPAQUE, RESPONSES_TYPES, check_fields
 from router.protocols.openai.body import Body
 from router.protocols.openai.parameters import (
-    TIERS,
     effort_variables,
+    fill_sampling,
+    fill_stopping,
     json_object_guide,
     read_cache_retention_s,
     read_client_id,
+    read_priority,
     schema_guide,
+    template_variables,
 )
 from router.protocols.openai.tools import check_new_tool, schema_names
 from router.protocols.receipts import wants_receipt
@@ -30,9 +34,10 @@ _MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 
 # A tool that clients send by default and that is not offered to the model.
 _LEFT_OUT = "web_search"
-# Values of `include`; all but the first have no effect here.
+# Values of `include`; all but the first two have no effect here.
+_LOG_PROBS = "message.output_text.logprobs"
 _INCLUDABLE = (
-    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "reasoning.encrypted_content", _LOG_PROBS, "file_search_call.results", "web_search_call.results",
     "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )  # fmt: skip
@@ -49,6 +54,8 @@ class ResponseJob:
         is_stored: Whether the response can be retrieved and continued.
         is_background: Whether it continues when its client disconnects.
         shows_hidden: Whether reasoning items have `encrypted_content`.
+        num_top_log_probs: Number of the most likely tokens to report with the log probability of each token of a
+            message; None for no log probabilities.
         ignored: Fields of the body that have no effect.
         names: The client's names for native fields, for errors.
     """
@@ -62,6 +69,7 @@ class ResponseJob:
     is_stored: bool
     is_background: bool
     shows_hidden: bool
+    num_top_log_probs: int | None
     ignored: list[str]
     names: Mapping[str, str]
 
@@ -69,6 +77,25 @@ class ResponseJob:
 def previous_id(body: Body) -> str:
     """Return the id of the response that a body continues; empty if there is none."""
     return body.text("previous_response_id") or ""
+
+
+def conversation_id_of(body: Body) -> str:
+    """Return the id of the conversation to which a response belongs; empty if there is none. Raises
+    InvalidArgumentError if the field is neither an id nor an object with one, or cannot be combined with others.
+    """
+    if body.fields.get("conversation") is None:
+        return ""
+    is_object = isinstance(body.fields["conversation"], dict)
+    owner = body.child("conversation") if is_object else body
+    assert owner is not None
+    found = owner.text("id" if is_object else "conversation")
+    if not found:
+        raise InvalidArgumentError("must be an id, or an object with an id", field="conversation")
+    if previous_id(body):
+        raise InvalidArgumentError("must not be set together with previous_response_id", field="conversation")
+    if body.flag("store") is False:
+        raise InvalidArgumentError("needs store, since its items are stored", field="conversation")
+    return found
 
 
 def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) -> ResponseJob:
@@ -82,6 +109,7 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
         UnsupportedError: The body uses a feature that this service lacks.
     """
     ignored = check_fields(body, RESPONSES, RESPONSES_TYPES, RESPONSES_OPAQUE)
+    conversation_id_of(body)  # checks the field
     is_stored, is_background = body.flag("store") is not False, bool(body.flag("background"))
     if is_background and not is_stored:
         raise InvalidArgumentError("needs store", field="background")
@@ -92,26 +120,28 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
     if not turns.turns:
         raise InvalidArgumentError("must not be empty", field="input")
     turns.check_calls()
-    tier = body.choice("service_tier", tuple(TIERS))
     client_id, names = read_client_id(body)
     request = pb.GenerateRequest(
         model=body.text("model") or "",
         streaming=True,
         client_id=client_id,
-        priority=TIERS[tier or "auto"],
+        priority=read_priority(body),
+        cache_salt=body.text("cache_salt") or "",
         detached=is_background,
         chat=pb.ChatInput(messages=turns.turns),
     )
     if wants_receipt(body):
         request.output.return_receipt = True
-    _fill_sampling(body, request)
+    max_tokens = body.integer("max_output_tokens", 1)
+    if max_tokens is not None:
+        request.max_tokens = max_tokens
+    fill_sampling(body, request.sampling)
+    fill_stopping(body, request.stopping)
     retention_s = read_cache_retention_s(body)
     if retention_s:
         keep_prefix(request, None, retention_s)
-    reasoning = body.child("reasoning")
-    variables = effort_variables(reasoning, "effort", model) if reasoning is not None else {}
-    if variables:
-        request.chat.template_variables_json = json.dumps(variables)
+    _fill_template(body, request.chat, model)
+    num_top = _num_top(body, request, ignored)
     ignored += _text_format(body, request)
     _refuse_values(body)
     offer = _Offer()
@@ -132,19 +162,30 @@ def read_response(body: Body, model: ChatModel, context: Sequence[Item] = ()) ->
         is_stored,
         is_background,
         "reasoning.encrypted_content" in body.texts("include"),
+        num_top,
         ignored,
         names,
     )
 
 
-def _fill_sampling(body: Body, request: pb.GenerateRequest) -> None:
-    max_tokens = body.integer("max_output_tokens", 1)
-    if max_tokens is not None:
-        request.max_tokens = max_tokens
-    for name in ("temperature", "top_p"):
-        value = body.number(name)
-        if value is not None:
-            setattr(request.sampling, name, value)
+def _fill_template(body: Body, chat: pb.ChatInput, model: ChatModel) -> None:
+    """Set the variables of the chat template."""
+    reasoning = body.child("reasoning")
+    variables = effort_variables(reasoning, "effort", model) if reasoning is not None else {}
+    variables |= template_variables(body, chat)
+    if variables:
+        chat.template_variables_json = json.dumps(variables)
+
+
+def _num_top(body: Body, request: pb.GenerateRequest, ignored: list[str]) -> int | None:
+    """Return the number of likely tokens to report; None for no log probabilities, where `top_logprobs` is ignored."""
+    num_top = body.integer("top_logprobs", 0, MAX_LOG_PROBS)
+    if _LOG_PROBS in body.texts("include"):
+        request.output.log_probs = num_top or 0
+        return num_top or 0
+    if num_top:
+        ignored.append("top_logprobs")
+    return None
 
 
 def _names(request: pb.GenerateRequest, turns: Turns, schema_names: dict[str, str]) -> dict[str, str]:
@@ -174,10 +215,13 @@ def _text_format(body: Body, request: pb.GenerateRequest) -> list[str]:
 def _refuse_values(body: Body) -> None:
     """Reject invalid values of `include` and `metadata`."""
     for extra in body.texts("include"):
-        if extra == "message.output_text.logprobs":
-            raise UnsupportedError("log probabilities are not supported here", field="include")
         if extra not in _INCLUDABLE:
             raise InvalidArgumentError(f"{extra[:64]!r} is not known; use {', '.join(_INCLUDABLE)}", field="include")
+    check_metadata(body)
+
+
+def check_metadata(body: Body) -> Mapping[str, object]:
+    """Return the metadata of a body; empty if there are none. Raises InvalidArgumentError if they are invalid."""
     metadata = body.get("metadata")
     pairs = metadata.items() if isinstance(metadata, dict) else ()
     if metadata is not None and not isinstance(metadata, dict):
@@ -189,6 +233,7 @@ def _refuse_values(body: Body) -> None:
             f"values of at most {_MAX_VALUE}"
         )
         raise InvalidArgumentError(reason, field="metadata")
+    return metadata or {}
 
 
 @dataclass(slots=True)
@@ -291,9 +336,11 @@ def echo_of(body: Body) -> dict[str, object]:
     text = body.get("text")
     reasoning = body.get("reasoning")
     tier = body.get("service_tier")
+    conversation = body.get("conversation")
     return {
         "background": bool(body.get("background")),
         "instructions": body.get("instructions"),
+        "conversation": {"id": conversation} if isinstance(conversation, str) else conversation,
         "max_output_tokens": body.get("max_output_tokens"),
         "max_tool_calls": body.get("max_tool_calls"),
         "metadata": body.get("metadata") or {},
@@ -309,6 +356,7 @@ def echo_of(body: Body) -> dict[str, object]:
         "text": {"format": {"type": "text"}} | (text if isinstance(text, dict) else {}),
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
+        "top_logprobs": body.get("top_logprobs") or 0,
         "top_p": body.get("top_p"),
         "truncation": body.get("truncation") or "disabled",
         "user": body.get("user"),

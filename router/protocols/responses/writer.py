@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -16,6 +17,7 @@ from router.parsers.events import CallArguments, CallBegin, CallEnd, Event, Reas
 from router.parsers.machine import parse_json
 from router.protocols.own_fields import own_fields_of
 from router.protocols.responses.items import Item, hide_reasoning
+from router.protocols.responses.log_probs import TokenLogProbs
 from router.protocols.responses.pieces import Pieces
 
 Fields = dict[str, object]
@@ -43,6 +45,7 @@ class ResponseWriter:
         custom_tools: frozenset[str] = frozenset(),
         namespaces: Mapping[str, tuple[str, str]] | None = None,
         shows_hidden: bool = False,
+        log_probs: TokenLogProbs | None = None,
     ) -> None:
         """Begin a response.
 
@@ -52,6 +55,7 @@ class ResponseWriter:
             custom_tools: Names of tools whose input is free text.
             namespaces: For each tool of a namespace, by the name that the model sees, the namespace and its name there.
             shows_hidden: Whether reasoning items have `encrypted_content`.
+            log_probs: Log probabilities to report with the text of messages.
         """
         self.items: list[Item] = []
         self.reasoning = ""
@@ -62,6 +66,10 @@ class ResponseWriter:
         self._namespaces = namespaces or {}
         self._shows_hidden = shows_hidden
         self._pieces = Pieces()
+        self._log_probs = log_probs
+        # Positions in the model's text of characters that are not in a delta yet; empty without log probabilities.
+        self._positions: deque[int] = deque()
+        self._entries: list[Fields] = []  # log probabilities of the open item
         self._text = ""  # text of the open item
         self._is_open = False
         self._next_number = 0
@@ -74,11 +82,16 @@ class ResponseWriter:
             events.append(self._event("response.queued", response=self.response("queued")))
         return [*events, self._event("response.in_progress", response=self.response("in_progress"))]
 
-    def add(self, parsed: Iterable[Event]) -> list[Fields]:
+    def add(self, chunk: Chunk, parsed: Iterable[Event]) -> list[Fields]:
+        """Return the events for a chunk, given what was parsed of its text and of text that was held back before."""
+        if self._log_probs is not None:
+            self._log_probs.add(chunk)
         events: list[Fields] = []
         for event in parsed:
             if isinstance(event, TextDelta) and event.text:
                 events += self._open("message", {"role": "assistant", "content": []})
+                if self._log_probs is not None:
+                    self._positions.extend(range(event.start, event.start + len(event.text)))
                 events += self._more(event.text)
             elif isinstance(event, ReasoningDelta) and event.text:
                 self.reasoning += event.text
@@ -130,7 +143,7 @@ class ResponseWriter:
     def _part(self, text: str) -> Fields:
         if self.items[-1]["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._entries)}
 
     def _open(self, kind: str, fields: Item) -> list[Fields]:
         """Open an output item of `kind`, unless the open item is already of that kind."""
@@ -139,7 +152,7 @@ class ResponseWriter:
         events = self._close()
         item_id = f"{_PREFIXES[kind]}_{self._id.removeprefix('resp_')}_{len(self.items)}"
         self.items.append({"id": item_id, "type": kind, "status": "in_progress", **fields})
-        self._is_open, self._text = True, ""
+        self._is_open, self._text, self._entries = True, "", []
         index = len(self.items) - 1
         events.append(self._event("response.output_item.added", output_index=index, item=dict(self.items[-1])))
         if kind in ("message", "reasoning"):
@@ -159,8 +172,16 @@ class ResponseWriter:
         kind = str(self.items[-1]["type"])
         fields: Fields = {"content_index": 0} if kind in ("message", "reasoning") else {}
         if kind == "message":
-            fields["logprobs"] = []
+            fields["logprobs"] = self._take_log_probs(text)
         return self._item_event(f"{_DELTAS[kind][0]}.delta", delta=text, **fields)
+
+    def _take_log_probs(self, delta: str) -> list[Fields]:
+        """Return the log probabilities for the next delta of a message."""
+        if self._log_probs is None:
+            return []
+        found = self._log_probs.take(self._positions.popleft() for _ in delta)
+        self._entries += found
+        return found
 
     def _close(self, status: str = "completed") -> list[Fields]:
         """Close the open output item."""
@@ -175,7 +196,7 @@ class ResponseWriter:
             events.append(self._delta(self._text))
         if kind in ("message", "reasoning"):
             part = self._part(self._text)
-            fields: Fields = {"logprobs": []} if kind == "message" else {}
+            fields: Fields = {"logprobs": list(self._entries)} if kind == "message" else {}
             events.append(self._item_event(f"{prefix}.done", content_index=0, text=self._text, **fields))
             events.append(self._item_event("response.content_part.done", content_index=0, part=part))
             item["content"] = [part]

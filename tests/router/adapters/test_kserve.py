@@ -26,30 +26,30 @@ if TYPE_CHECKING:
     from protos.kserve_pb2_grpc import GRPCInferenceServiceAsyncStub
 
 KSERVE_PYTHON = os.environ.get("MIDSTREAM_KSERVE_PYTHON", "")
-V2_ERROR = "[404] there is no endpoint /v2; /openapi.json lists all endpoints"
 TEXT = "Every part may die 🫠 and the text goes on."
+
+
+async def answer_all(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    """Respond to every request with TEXT, in two pieces."""
+    ids = tokenizer.encode(TEXT)
+    answered: set[str] = set()
+    while True:
+        await cluster.scheduler.until(lambda: set(cluster.scheduler.requests) - answered)
+        for request_id in set(cluster.scheduler.requests) - answered:
+            answered.add(request_id)
+            cluster.scheduler.emit(request_id, ids[:5])
+            cluster.scheduler.emit(request_id, ids[5:])
+            cluster.scheduler.end(request_id)
 
 
 async def test_the_official_client(cluster: Cluster, tokenizer: Tokenizer) -> None:
     """The response to every request is TEXT, in two pieces."""
     router = await cluster.add_router(await cluster.add_detokenizer())
-    ids = tokenizer.encode(TEXT)
-    answered: set[str] = set()
-
-    async def answer() -> None:
-        while True:
-            await cluster.scheduler.until(lambda: set(cluster.scheduler.requests) - answered)
-            for request_id in set(cluster.scheduler.requests) - answered:
-                answered.add(request_id)
-                cluster.scheduler.emit(request_id, ids[:5])
-                cluster.scheduler.emit(request_id, ids[5:])
-                cluster.scheduler.end(request_id)
-
     command = [sys.executable, "-m", "tests.router.adapters.triton_client", router.address]
     client = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-    answering = asyncio.create_task(answer())
+    answering = asyncio.create_task(answer_all(cluster, tokenizer))
     output, errors = await client.communicate()
     answering.cancel()
     assert client.returncode == 0, errors.decode()
@@ -78,27 +78,50 @@ async def test_the_official_client(cluster: Cluster, tokenizer: Tokenizer) -> No
 
 
 @pytest.mark.skipif(not KSERVE_PYTHON, reason="MIDSTREAM_KSERVE_PYTHON is not set (kserve, tritonclient[http])")
-async def test_kserves_client_with_numpy_data(cluster: Cluster, tokenizer: Tokenizer) -> None:
+async def test_the_clients_of_kserve_and_triton_for_http(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    """The response to every request is TEXT."""
     router = await cluster.add_router(await cluster.add_detokenizer())
     assert router.http is not None
     command = [KSERVE_PYTHON, "-m", "tests.router.adapters.kserve_client", str(router.server.port)]
     client = await asyncio.create_subprocess_exec(
         *command, str(router.http.port), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-    talking = asyncio.create_task(client.communicate())
-    await cluster.scheduler.until(lambda: cluster.scheduler.requests)
-    for request_id in cluster.scheduler.requests:
-        cluster.scheduler.emit(request_id, tokenizer.encode(TEXT))
-        cluster.scheduler.end(request_id)
-    output, errors = await talking
+    answering = asyncio.create_task(answer_all(cluster, tokenizer))
+    output, errors = await client.communicate()
+    answering.cancel()
     assert client.returncode == 0, errors.decode()
-    assert json.loads(output) == {"version": "0.21.0", "binary": True, "texts": [TEXT], "ready": True, "v2": V2_ERROR}
+    report = json.loads(output)
+    assert report["version"] == "0.21.0"
+    kserve, triton = report["kserve"], report["triton"]
+    assert (kserve["grpc"], kserve["is_binary"], kserve["ready_v1"]) == ([TEXT], True, True)
+    assert (kserve["live"], kserve["ready"], kserve["other_ready"]) == (True, [True, True], False)
+    assert kserve["rest_False"] == kserve["rest_True"] == ["7", [TEXT]]
+    assert kserve["error"].startswith("text_input: must be given, '400 Bad Request'")
+    assert (triton["live"], triton["ready"], triton["other_ready"]) == (True, [True, True, True], False)
+    assert triton["server"]["name"] == "midstream"
+    assert {"binary_tensor_data", "generate"} <= set(triton["server"]["extensions"])
+    assert (triton["model"]["name"], triton["model"]["versions"]) == ("smollm2", ["1"])
+    assert triton["model"]["inputs"][0] == {"name": "text_input", "datatype": "BYTES", "shape": [-1, 1]}
+    assert triton["config"]["model_transaction_policy"] == {"decoupled": True}
+    assert triton["config"]["input"][0] == {"name": "text_input", "data_type": "TYPE_STRING", "dims": [1]}
+    assert (triton["binary"], triton["index"]) == ([[TEXT], "a"], [0])
+    assert triton["json"] == [{"name": "text_output", "datatype": "BYTES", "shape": [1], "data": [TEXT]}]
+    assert triton["both"] == [[TEXT], [0]]
+    assert triton["unknown_model"] == ["404", "model_name: 'other' is not served here; the model is 'smollm2'"]
+    assert triton["unknown_input"] == ["400", "colour: unknown input"]
+    assert triton["wrong_value"][1].startswith("temperature: is -1; must")
+    natives = [request.request for request in cluster.scheduler.requests.values()]
+    assert len(natives) == 6
+    (urgent,) = [native for native in natives if native.priority]
+    assert urgent.priority == 98
+    assert 50_000 < urgent.timeout_ms <= 60_000
+    assert {native.max_tokens for native in natives} == {16}
 
 
 async def test_an_error_below_v2_is_a_text(cluster: Cluster) -> None:
     router = await cluster.add_router()
     assert router.http is not None
-    for path, kind in (("/v2/models/smollm2/infer", str), ("/v3", dict)):
+    for path, kind in (("/v2/nothing", str), ("/v2/rerank/x", dict), ("/v3", dict)):
         reader, writer = await asyncio.open_connection("127.0.0.1", router.http.port)
         writer.write(f"GET {path} HTTP/1.0\r\nHost: a\r\n\r\n".encode())
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")

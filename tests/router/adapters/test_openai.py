@@ -256,6 +256,9 @@ async def test_a_wrong_field_is_named(router: Part) -> None:
         ({"suffix": "x"}, 400, "suffix"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ({"allowed_token_ids": []}, 400, "allowed_token_ids"),
+        ({"allowed_token_ids": ["5"]}, 400, "allowed_token_ids"),
+        ({"allowed_token_ids": [1 << 20]}, 400, "allowed_token_ids"),
         ({"model": "other"}, 404, "model"),
         ({"seed": 1 << 70}, 400, "seed"),
         ({"n": 0}, 400, "n"),
@@ -362,6 +365,10 @@ async def test_tokenize_lists_fields_that_do_not_change_the_prompt(router: Part)
         more = {"temperature": 0.5, "max_tokens": 5, "stop": ["x"], "metadata": {"a": "b"}, "seed": None}
         answer = await client.post(url, cast_to=httpx.Response, body=body | more)
         assert answer.headers["x-midstream-ignored"] == "temperature, max_tokens, stop, metadata"
+        assert answer.json() == plain.json()
+        foreign = {"messages": [{"role": "user", "content": "Hi", "cache_control": {"type": "x"}, "a\r\nb: é": 1}]}
+        answer = await client.post(url, cast_to=httpx.Response, body=body | foreign)
+        assert answer.headers["x-midstream-ignored"] == "messages.cache_control, messages.a%0D%0Ab%3A%20%C3%A9"
         assert answer.json() == plain.json()
         cut = {"truncate_prompt_tokens": -1, "max_tokens": 5}
         answer = await client.post(url, cast_to=httpx.Response, body=body | cut)

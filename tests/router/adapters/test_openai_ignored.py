@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from midstream.errors import InvalidArgumentError
+from router.protocols.anthropic.request import read_messages
 from router.protocols.conversation import ChatModel
-from router.protocols.fields import CHAT, COMPLETIONS, ignored_fields
+from router.protocols.fields import CHAT, COMPLETIONS, ignored_fields, ignored_header
 from router.protocols.openai.body import Body
 from router.protocols.openai.jobs import Vocabulary, chat_job, completion_job
 from router.protocols.responses.request import read_response
@@ -50,13 +53,53 @@ def test_tools_that_the_template_does_not_show_are_listed_as_ignored(
     assert job.ignored == ignored
 
 
+def test_unknown_fields_of_messages_are_listed() -> None:
+    """As LiteLLM, OpenRouter's clients and LangChain send them."""
+    kept = {"cache_control": {"type": "ephemeral"}}
+    parts = [{"type": "text", "text": "Hi", **kept, "index": 0, "citations": [{"type": "x"}]}]
+    calls = [{"id": "c", "function": {"name": "f", "arguments": "{}"}, "extra_content": {"google": {"id": "x"}}}]
+    turns = [
+        {"role": "user", "content": parts, **kept},
+        {"role": "assistant", "content": None, "tool_calls": calls, "reasoning_details": [{"type": "x"}], "id": ""},
+        {"role": "tool", "content": "x", "tool_call_id": "c", "artifact": None},
+    ]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    body = Body({"messages": turns, "tools": [{**tool, **kept}]})
+    job = chat_job(body, VOCABULARY)
+    assert ignored_fields(body, CHAT) == [
+        "messages.content.cache_control",
+        "messages.content.citations",
+        "messages.cache_control",
+        "messages.tool_calls.extra_content",
+        "messages.reasoning_details",
+        "tools.cache_control",
+    ]
+    assert json.loads(job.requests[0].chat.tools_json) == [tool]
+    item = {"role": "user", "content": [{"type": "input_text", "text": "Hi", **kept}], "extra": {"a": [{"b": {}}]}}
+    assert read_response(Body({"input": [item]}), ChatModel()).ignored == ["input.content.cache_control", "input.extra"]
+    said = {"role": "user", "content": [{"type": "text", "text": "Hi", "extra": {"type": "x"}}], "name": "Ann"}
+    assert read_messages(Body({"messages": [said], "max_tokens": 5}), ChatModel()).ignored == [
+        "messages.content.extra",
+        "messages.name",
+    ]
+
+
+def test_names_of_unknown_fields_make_no_other_header() -> None:
+    names = ["messages.a\r\nset-cookie: x", "messages.\ud800\u00e9", f"messages.{'n' * 1000}"]
+    assert ignored_header(names)["x-midstream-ignored"] == ", ".join(
+        ("messages.a%0D%0Aset-cookie%3A%20x", "messages.%3F%C3%A9", f"messages.{'n' * 119}")
+    )
+    listed = ignored_header([f"messages.{number}" for number in range(1000)])["x-midstream-ignored"]
+    shown, _, others = listed.rpartition(", and ")
+    assert others == f"{1000 - len(shown.split(', '))} others"
+    assert len(listed) < 2100
+
+
 @pytest.mark.parametrize(
     ("fields", "path"),
     [
         ({"temprature": 0.5}, "temprature"),
         ({"temprature": 0}, "temprature"),
-        ({"messages": [{**USER, "colour": ""}]}, "messages[0].colour"),
-        ({"messages": [{**USER, "colour": "red"}]}, "messages[0].colour"),
         ({"stream_options": {"usage": True}, "stream": True}, "stream_options.usage"),
         ({"early_stopping": True, "use_beam_search": True}, "early_stopping"),
         (
@@ -66,7 +109,7 @@ def test_tools_that_the_template_does_not_show_are_listed_as_ignored(
         ({"best_of": 3}, "best_of"),  # a field of completions
         ({"tools": [{**FUNCTION, "name": "f"}]}, "tools[0].name"),
         ({"tools": [{"type": "function", "function": {"name": "f", "schema": {}}}]}, "tools[0].function.schema"),
-        ({"response_format": {**SCHEMA, "schema": {}}}, "response_format.schema"),
+        ({"response_format": {**SCHEMA, "schemas": {}}}, "response_format.schemas"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "stricter": True}}},
             "response_format.json_schema.stricter",

@@ -50,7 +50,7 @@ def test_every_form_of_a_prompt_is_taken() -> None:
         assert raised.value.field == "prompt"
 
 
-@pytest.mark.parametrize("field", ["suffix", "prompt_embeds", "logits_processors", "allowed_token_ids"])
+@pytest.mark.parametrize("field", ["suffix", "prompt_embeds", "logits_processors"])
 def test_unsupported_fields_that_change_the_output_are_rejected(field: str) -> None:
     with pytest.raises(UnsupportedError) as raised:
         completion_job(Body({"prompt": "a", field: "x"}), VOCABULARY)
@@ -451,6 +451,22 @@ def test_the_prompt_for_the_answer_can_be_left_out_by_a_template_variable() -> N
         with pytest.raises(InvalidArgumentError) as raised:
             chat(**fields)
         assert raised.value.field == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"grammar": 5}, "grammar"),
+        ({"json_schema": ["x"]}, "json_schema"),
+        ({"ebnf": 'root ::= "a"', "regex": "a"}, "regex"),
+        ({"guided_regex": "a", "grammar": 'root ::= "a"'}, "grammar"),
+        ({"response_format": {"type": "json_object", "schema": "x"}}, "response_format.schema"),
+    ],
+)
+def test_only_one_guide_is_taken(fields: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        chat(**fields)
+    assert raised.value.field == field
 
 
 @pytest.mark.parametrize(

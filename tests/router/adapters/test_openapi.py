@@ -23,6 +23,7 @@ UNLISTED = (
     "/v1/score",
     "/v1/rerank",
     "/v2/rerank",
+    "/v2/models/{model}/versions/",
     "/v1/messages/{",
 )
 
