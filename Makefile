@@ -129,10 +129,10 @@ e2e-containers: $(VENV)/.ready
 e2e-release: $(VENV)/.ready
 	@$(BIN)/pytest -q tests/deploy/e2e/e2e_release.py
 
-# Tests the dashboard in a browser; needs Debian's chromium and chromium-driver. With PICTURES=docs/images, takes the
-# screenshots for the documentation.
+# Tests the dashboard, the chat and the API reference in a browser; needs npm and Debian's chromium and chromium-driver.
+# With PICTURES=docs/images, takes the screenshots for the documentation.
 e2e-dashboard: $(VENV)/.ready
-	@$(BIN)/pytest -q tests/dashboard/e2e_dashboard.py
+	@$(BIN)/pytest -q tests/dashboard/e2e_dashboard.py tests/dashboard/e2e_pages.py
 
 clean:
 	rm -rf $(VENV) .venv-protos .venv-manifests .venv-proxies .venv-release .venv-docs build dist kernels/_build

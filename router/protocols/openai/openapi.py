@@ -14,6 +14,7 @@ from router.pipeline.request_checks import (
     MAX_STOP_WORDS,
 )
 from router.protocols.conversation import EFFORTS
+from router.protocols.openai.operations import GROUPS, describe
 from router.protocols.openai.parameters import TIERS
 
 # A JSON schema, or another part of an OpenAPI document.
@@ -107,6 +108,7 @@ def document(model: ModelFolder) -> Part:
         {"name": n, "in": "path", "required": True, "schema": _SOME_TEXT}
         for n in ("name", "response_id", "file_id", "batch_id", "receipt_id")
     )
+    name["example"] = model.name
     included = [_query(name, _array(_TEXT), "Has no effect.") for name in ("include", "include[]")]
     stored = (
         response_id,
@@ -132,7 +134,8 @@ def document(model: ModelFolder) -> Part:
     paths = {
         "/v1/completions": {"post": _post("Complete prompts.", completion, ["prompt"], stream=True) | _with(event_id)},
         "/v1/chat/completions": {
-            "post": _post("Complete a conversation.", chat, ["messages"], stream=True) | _with(event_id)
+            "post": _post("Complete a conversation (OpenAI's Chat Completions API).", chat, ["messages"], stream=True)
+            | _with(event_id)
         },
         "/v1/messages": {
             "post": _post(
@@ -201,7 +204,11 @@ def document(model: ModelFolder) -> Part:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Midstream", "version": __version__},
-        "paths": paths,
+        "tags": [{"name": name, "description": description} for name, description in GROUPS.items()],
+        "paths": {
+            path: {method: describe(path, method, operation) for method, operation in operations.items()}
+            for path, operations in paths.items()
+        },
         "components": {"schemas": {"Error": _ERROR, "Message": _MESSAGE, "Tool": _TOOL}},
     }
 
