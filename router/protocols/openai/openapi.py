@@ -6,7 +6,9 @@ from typing import Any
 
 from midstream import __version__
 from midstream.model.folder import ModelFolder
+from router.pipeline.embedder import MAX_INPUTS
 from router.pipeline.request_checks import (
+    MAX_FLOAT,
     MAX_LOG_PROBS,
     MAX_NAME,
     MAX_STOP_TOKENS,
@@ -160,7 +162,7 @@ def document(model: ModelFolder) -> Part:
         "/v1/responses/{response_id}/input_items": {
             "get": _get("The input items of a response.") | _with(response_id, *_page(100), order, *included)
         },
-        **_embedding_paths(names, inputs(2048)),
+        **_embedding_paths(names, inputs(MAX_INPUTS)),
         "/v1/files": {
             "get": _get("The caller's files, newest first.") | _with(*_page(1000), order, purpose),
             "post": _upload(),
@@ -226,7 +228,7 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
         "min_p": _number(0, 1),
         "presence_penalty": _number(-2, 2),
         "frequency_penalty": _number(-2, 2),
-        "repetition_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 1e38},
+        "repetition_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_FLOAT},
         "logit_bias": {
             "type": "object",
             "propertyNames": {"pattern": "^[0-9]{1,4}$"},
@@ -293,7 +295,7 @@ def _sampling_fields() -> Part:
 
 def _embedding_paths(names: Part, inputs: Part) -> Part:
     """Return the paths of the endpoints for embeddings, scores and reranking."""
-    texts = _array(_SOME_TEXT, minItems=1, maxItems=1024)
+    texts = _array(_SOME_TEXT, minItems=1, maxItems=MAX_INPUTS - 1)  # the query is one more
     either = _any(_SOME_TEXT, texts)
     common = {**_request_fields(names), "pooling": {"enum": ["last", "mean"]}}
     vectors = {
@@ -309,7 +311,7 @@ def _embedding_paths(names: Part, inputs: Part) -> Part:
         **common,
         "query": _SOME_TEXT,
         "documents": texts,
-        "top_n": _integer(0, 1 << 20),
+        "top_n": _integer(0, 0xFFFFFFFF),
         "return_documents": _FLAG,
     }
     return {
