@@ -6,7 +6,7 @@ PROTO_BIN := .venv-protos/bin
 RELEASE_BIN := .venv-release/bin
 PROTO_OUT := .
 
-.PHONY: demo demo-kill test test-kernels check check-others check-schemas format protos docs bench bench-peers wheel test-wheel release images push check-manifests test-published test-proxies test-postgres e2e-containers e2e-dashboard e2e-panels e2e-release clean
+.PHONY: demo demo-kill test test-kernels check check-others check-schemas format protos docs bench bench-peers wheel test-wheel release images push check-manifests test-published test-proxies test-postgres e2e-containers e2e-dashboard e2e-panels e2e-release e2e-upgrade clean
 
 demo: $(VENV)/.services
 	@$(BIN)/midstream demo
@@ -124,6 +124,11 @@ check-manifests: .venv-manifests/bin/checkov
 
 e2e-containers: $(VENV)/.ready
 	@$(BIN)/pytest -q tests/deploy/e2e/e2e_containers.py tests/deploy/e2e/e2e_metrics.py
+
+# Replaces each process of a service by that of another version, and back, while answers stream: from FROM, by default the
+# tag or the commit of the last version, to HEAD.
+e2e-upgrade: $(VENV)/.ready
+	@FROM=$(FROM) $(BIN)/pytest -q -s tests/deploy/e2e/e2e_upgrade.py
 
 # Queries every panel of the dashboards in a local service; needs Debian's prometheus.
 e2e-panels: $(VENV)/.ready
