@@ -1,6 +1,7 @@
 """An upgrade drill: each process of a service is replaced by that of another version, and back, while answers stream.
 
-Run by `make e2e-upgrade`, from the commit FROM, by default the tag or else the commit of this version, to HEAD. No stream fails, and each has all tokens once, which are those that one of the versions computes alone.
+Run by `make e2e-upgrade`, from the commit FROM (by default the tag or else the commit of this version) to HEAD and
+back. No stream fails, and each has all tokens once, which are those that one of the versions computes alone.
 """
 
 from __future__ import annotations
