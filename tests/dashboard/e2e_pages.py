@@ -15,10 +15,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.dashboard.conftest import TOKEN
-from tests.dashboard.webdriver import Browser
+from tests.dashboard.webdriver import Browser, chromium
 from tests.integration.service import Service
 
 pytestmark = pytest.mark.timeout(300)
@@ -372,6 +373,23 @@ def test_pictures_can_be_taken(service: Service, browser: Browser, tmp_path: Pat
     (folder / "api.png").write_bytes(browser.screenshot())
     for name in ("chat.png", "api.png"):
         assert 10_000 < (folder / name).stat().st_size < 400_000
+
+
+def test_a_failed_test_leaves_no_browser() -> None:
+    own = psutil.Process()
+    before = set(own.children(recursive=True))
+    started = set[psutil.Process]()
+
+    def fail() -> None:
+        with chromium() as browser:
+            browser.open("about:blank")
+            started.update(set(own.children(recursive=True)) - before)
+            raise RuntimeError("a failed test")
+
+    with pytest.raises(RuntimeError, match="a failed test"):
+        fail()
+    assert len(started) > 2  # the driver and the browser's processes
+    assert psutil.wait_procs(started, timeout=30)[1] == []
 
 
 def test_libraries_of_the_pages_are_unchanged(tmp_path: Path) -> None:
