@@ -58,6 +58,19 @@ def test_the_parameters_of_lists_of_models_are_described(paths: dict[str, Any]) 
     assert described == ["anthropic-version", "limit", "after_id", "before_id", "lifecycle"]
 
 
+def test_every_operation_is_in_a_group_and_every_field_is_described(folder: ModelFolder) -> None:
+    described = document(folder)
+    groups = {tag["name"] for tag in described["tags"]}
+    operations = [operation for of in described["paths"].values() for operation in of.values()]
+    assert {tag for operation in operations for tag in operation["tags"]} == groups
+    bodies = [media for it in operations if "requestBody" in it for media in it["requestBody"]["content"].values()]
+    assert len(bodies) > 10
+    for media in bodies:
+        assert set(media["example"]) <= media["schema"]["properties"].keys()
+        fields = media["schema"]["properties"].items()
+        assert [name for name, field in fields if not field["description"]] == []
+
+
 @pytest.mark.parametrize("path", TABLES)
 async def test_values_beyond_the_described_bounds_are_refused(router: Part, paths: dict[str, Any], path: str) -> None:
     media = paths[path]["post"]["requestBody"]["content"]["application/json"]
