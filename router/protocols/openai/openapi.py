@@ -134,11 +134,11 @@ def document(model: ModelFolder) -> Part:
     tokenize |= {"add_special_tokens": _FLAG, "return_token_strs": _FLAG}
     detokenize = {"model": names, "tokens": tokens}
     paths = {
-        "/v1/completions": {"post": _post("Complete prompts.", completion, ["prompt"], stream=True) | _with(event_id)},
         "/v1/chat/completions": {
             "post": _post("Complete a conversation (OpenAI's Chat Completions API).", chat, ["messages"], stream=True)
             | _with(event_id)
         },
+        "/v1/completions": {"post": _post("Complete prompts.", completion, ["prompt"], stream=True) | _with(event_id)},
         "/v1/messages": {
             "post": _post(
                 "Complete a conversation (Anthropic's Messages API).", messages, ["messages", "max_tokens"], stream=True
