@@ -136,7 +136,7 @@ e2e-panels: $(VENV)/.ready
 
 # Builds a release twice, in fresh clones, and compares them; with BASE_ARCHIVE, also the images.
 e2e-release: $(VENV)/.ready
-	@$(BIN)/pytest -q tests/deploy/e2e/e2e_release.py
+	@$(BIN)/pytest -q -o faulthandler_timeout=7200 tests/deploy/e2e/e2e_release.py
 
 # Tests the dashboard, the chat and the API reference in a browser; needs npm and Debian's chromium and chromium-driver.
 # With PICTURES=docs/images, takes the screenshots for the documentation.
