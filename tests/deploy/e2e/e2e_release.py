@@ -26,9 +26,11 @@ HAS_IMAGES = bool(os.environ.get("BASE_ARCHIVE"))
 def releases(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two releases; their clones are in different folders."""
     folders = []
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True)
     for name in ("one", "another-clone"):
         clone = tmp_path_factory.mktemp(name) / "midstream"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+        subprocess.run(["git", "checkout", "-q", head.stdout.strip()], cwd=clone, check=True)
         flags = [] if HAS_IMAGES else ["NO_IMAGES=1"]
         subprocess.run(["make", "-s", "release", *flags], cwd=clone, check=True)
         folders.append(clone / "build" / "release")
