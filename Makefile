@@ -6,7 +6,7 @@ PROTO_BIN := .venv-protos/bin
 RELEASE_BIN := .venv-release/bin
 PROTO_OUT := .
 
-.PHONY: demo demo-kill test test-kernels check check-others check-schemas format protos docs bench bench-peers wheel test-wheel release images push check-manifests test-published test-proxies test-postgres e2e-containers e2e-dashboard e2e-panels e2e-release e2e-upgrade clean
+.PHONY: demo demo-kill test test-kernels check check-others check-schemas format protos docs bench bench-peers wheel test-wheel first-hour release images push check-manifests test-published test-proxies test-postgres e2e-containers e2e-dashboard e2e-panels e2e-release e2e-upgrade clean
 
 demo: $(VENV)/.services
 	@$(BIN)/midstream demo
@@ -93,6 +93,10 @@ release: $(RELEASE_BIN)/auditwheel
 # without it, one is built.
 test-wheel: $(VENV)/.ready $(if $(WHEEL),,wheel)
 	@$(BIN)/python -m tests.wheel $(if $(WHEEL),$(WHEEL),dist/midstream-*.whl)
+
+# The commands of a new user's first hour in a fresh clone, with their times, and with WHEEL also those of a wheel.
+first-hour:
+	@$(PYTHON) -m tests.first_hour $(WHEEL)
 
 # Tests nginx, HAProxy and Caddy in front of two routers for an hour: 100 kills behind each, and streams that wait for 20
 # minutes. Installs the first two from Debian, which needs root, but does not start them.

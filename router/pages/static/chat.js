@@ -23,12 +23,18 @@ function stored(key, otherwise) {
   }
 }
 
-function save() {
+/** Keep a value; return whether the browser did, which may have no room, or storage turned off. */
+function keep(key, value) {
   try {
-    localStorage.setItem(TURNS_KEY, JSON.stringify([...turns, ...(unfinished ?? [])]));
+    localStorage.setItem(key, JSON.stringify(value));
+    return true;
   } catch {
-    byId("status").textContent = "This conversation is too long to be kept in this browser.";
+    return false;
   }
+}
+
+function save() {
+  if (!keep(TURNS_KEY, [...turns, ...(unfinished ?? [])])) byId("status").textContent = "This browser does not keep the conversation.";
 }
 
 async function showModels() {
@@ -211,7 +217,7 @@ byId("reset").addEventListener("click", () => {
   running?.abort();
   running = unfinished = null;
   turns = [];
-  localStorage.removeItem(TURNS_KEY);
+  keep(TURNS_KEY, []);
   byId("turns").replaceChildren();
   byId("status").textContent = "";
   byId("text").focus();
@@ -224,7 +230,7 @@ byId("suggestions").addEventListener("click", ({ target }) => {
 });
 for (const [name, value] of Object.entries(stored(SETTINGS_KEY, {}))) if (SETTINGS.includes(name)) byId(name).value = value;
 byId("settings").addEventListener("input", () => {
-  localStorage.setItem(SETTINGS_KEY, JSON.stringify(Object.fromEntries(SETTINGS.map((name) => [name, byId(name).value]))));
+  keep(SETTINGS_KEY, Object.fromEntries(SETTINGS.map((name) => [name, byId(name).value])));
 });
 addEventListener("pagehide", () => unfinished && save());
 
