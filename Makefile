@@ -6,7 +6,7 @@ PROTO_BIN := .venv-protos/bin
 RELEASE_BIN := .venv-release/bin
 PROTO_OUT := .
 
-.PHONY: demo demo-kill test test-kernels check check-others check-schemas format protos docs bench bench-peers wheel test-wheel release images push check-manifests test-published test-proxies test-postgres e2e-containers e2e-dashboard e2e-release clean
+.PHONY: demo demo-kill test test-kernels check check-others check-schemas format protos docs bench bench-peers wheel test-wheel first-hour release images push check-manifests test-published test-proxies test-postgres e2e-containers e2e-dashboard e2e-panels e2e-release e2e-upgrade clean
 
 demo: $(VENV)/.services
 	@$(BIN)/midstream demo
@@ -94,6 +94,10 @@ release: $(RELEASE_BIN)/auditwheel
 test-wheel: $(VENV)/.ready $(if $(WHEEL),,wheel)
 	@$(BIN)/python -m tests.wheel $(if $(WHEEL),$(WHEEL),dist/midstream-*.whl)
 
+# The commands of a new user's first hour in a fresh clone, with their times, and with WHEEL also those of a wheel.
+first-hour:
+	@$(PYTHON) -m tests.first_hour $(WHEEL)
+
 # Tests nginx, HAProxy and Caddy in front of two routers for an hour: 100 kills behind each, and streams that wait for 20
 # minutes. Installs the first two from Debian, which needs root, but does not start them.
 test-proxies: $(VENV)/.ready .venv-proxies/bin/caddy
@@ -125,14 +129,23 @@ check-manifests: .venv-manifests/bin/checkov
 e2e-containers: $(VENV)/.ready
 	@$(BIN)/pytest -q tests/deploy/e2e/e2e_containers.py tests/deploy/e2e/e2e_metrics.py
 
+# Replaces each process of a service by that of another version, and back, while answers stream: from FROM, by default the
+# tag or the commit of the last version, to HEAD.
+e2e-upgrade: $(VENV)/.ready
+	@FROM=$(FROM) $(BIN)/pytest -q -s tests/deploy/e2e/e2e_upgrade.py
+
+# Queries every panel of the dashboards in a local service; needs Debian's prometheus.
+e2e-panels: $(VENV)/.ready
+	@$(BIN)/pytest -q tests/deploy/e2e/e2e_panels.py
+
 # Builds a release twice, in fresh clones, and compares them; with BASE_ARCHIVE, also the images.
 e2e-release: $(VENV)/.ready
-	@$(BIN)/pytest -q tests/deploy/e2e/e2e_release.py
+	@$(BIN)/pytest -q -o faulthandler_timeout=7200 tests/deploy/e2e/e2e_release.py
 
-# Tests the dashboard in a browser; needs Debian's chromium and chromium-driver. With PICTURES=docs/images, takes the
-# screenshots for the documentation.
+# Tests the dashboard, the chat and the API reference in a browser; needs npm and Debian's chromium and chromium-driver.
+# With PICTURES=docs/images, takes the screenshots for the documentation.
 e2e-dashboard: $(VENV)/.ready
-	@$(BIN)/pytest -q tests/dashboard/e2e_dashboard.py
+	@$(BIN)/pytest -q tests/dashboard/e2e_dashboard.py tests/dashboard/e2e_pages.py
 
 clean:
 	rm -rf $(VENV) .venv-protos .venv-manifests .venv-proxies .venv-release .venv-docs build dist kernels/_build

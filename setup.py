@@ -90,7 +90,7 @@ if __name__ == "__main__":
     setup(
         packages=folders if IS_EDITABLE else [installed_name(folder) for folder in folders],
         package_dir={} if IS_EDITABLE else {f"midstream.{part}": part for part in PARTS if Path(part).is_dir()},
-        package_data={"": ["py.typed", "*.proto", "csrc/*", "static/*"]},
+        package_data={"": ["py.typed", "*.proto", "csrc/*", "static/*", "static/vendor/*"]},
         cmdclass={"build_py": BuildPackages, "bdist_wheel": WheelOfAnyPython},
         distclass=PlatformDistribution,
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGMLQuantizationType
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from gpu_worker.models.weights.progress import with_progress
 from gpu_worker.models.weights.quantized import read_scheme
 from midstream.errors import ConfigError, MidstreamError, UnsupportedError
 from midstream.model.folder import ModelFolder, open_model_folder, staging_folder
+from midstream.model.prepare.gguf_file import read_gguf_head
 
 GROUP = 32
 _SHARD_BYTES = 4 << 30
@@ -157,6 +159,15 @@ def _packed(levels: Tensor) -> Tensor:
     return (torch.unflatten(padded, 1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1).int()
 
 
+def types_of(source: ModelFolder) -> list[str]:
+    """Return the quantized types of a GGUF model's tensors, such as `Q4_1`; empty for other models."""
+    if source.weights_format != "gguf":
+        return []
+    tensors = [entry for file in source.weight_files for entry in read_gguf_head(file).tensors.values()]
+    names = {GGMLQuantizationType(entry.type).name for entry in tensors}
+    return sorted(name for name in names if not re.fullmatch(r"B?F[0-9]+", name))
+
+
 def main() -> int:
     """Quantize a model, and report the loss of quality.
 
@@ -183,7 +194,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     source = open_model_folder(arguments.source)
     count = quantize_folder(source, arguments.target, arguments.weights)
     made = open_model_folder(str(arguments.target))
-    report: dict[str, Any] = {"matrices": count}
+    report: dict[str, Any] = {"matrices": count, "types": types_of(source)}
     pieces = first_windows(source, arguments.text, arguments.windows)
     if pieces:
         before, after = perplexity(source, pieces), perplexity(made, pieces)

@@ -28,6 +28,14 @@ def python_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
+def bare_environment(**variables: str) -> dict[str, str]:
+    """Return the environment of a process that handles untrusted data: what Python needs to start and to find packages,
+    and `variables`. Others may contain keys.
+    """
+    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PATH", "PYTHONPATH") if name in os.environ}
+    return python_environment({**kept, **variables})
+
+
 def python_environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return `base` with a PYTHONPATH that puts this project's packages first and excludes the working directory.
 

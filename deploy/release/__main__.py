@@ -36,6 +36,7 @@ from deploy.release.contents import (
     debian_components,
     packages_in,
     python_components,
+    script_components,
     write_bill,
     write_licences,
 )
@@ -105,8 +106,10 @@ class Release:
         self.run(*pip, "--constraint", "constraints.txt", f"{wheel}[all]")
         (site,) = folder.glob("lib/python*/site-packages")
         found = packages_in(site)
-        write_licences(self.output / "THIRD-PARTY-LICENSES.txt", [it for it in found if it.name != "midstream"])
-        components = [it for it in python_components(found) if it.name != "midstream"]
+        scripts = self.sources / "router" / "pages" / "static" / "vendor"
+        others = [it for it in found if it.name != "midstream"]
+        write_licences(self.output / "THIRD-PARTY-LICENSES.txt", others, scripts)
+        components = [*script_components(scripts), *python_components(others)]
         write_bill(self.output / f"midstream-{self.version}.cdx.json", self.version, self.time_s, components)
 
     def images(self, base: Path) -> None:

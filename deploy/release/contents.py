@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,8 +21,8 @@ from packageurl import PackageURL
 _TOOLS = ("pip", "setuptools", "wheel")  # those of a new environment, which Midstream does not need
 _LICENCE_FILE = re.compile(r"(licen[cs]e|copying|notice|authors)", re.IGNORECASE)
 _LICENCES = """\
-Licences of the Python packages that Midstream requires. Midstream's own is in LICENSE. Debian packages of the images
-have theirs in /usr/share/doc/*/copyright there.
+Licences of the scripts that Midstream's pages contain, and of the Python packages that Midstream requires. Midstream's
+own is in LICENSE. Debian packages of the images have theirs in /usr/share/doc/*/copyright there.
 """
 _NAMESPACE = uuid.UUID("6f3b5f5e-8b0e-5d7f-9a34-0f2d1c0a7e62")
 
@@ -48,6 +49,21 @@ def python_components(packages: Iterable[Distribution], group: str = "") -> list
             )
         )
     return components
+
+
+def script_components(folder: Path) -> list[Component]:
+    """Return a component for each npm package that a folder's packages.json lists, of which the wheel has a file."""
+    make = LicenseFactory()
+    return [
+        Component(
+            name=it["name"],
+            version=it["version"],
+            bom_ref=f"npm:{it['name']}",
+            purl=PackageURL("npm", None, it["name"], it["version"]),
+            licenses=[make.make_from_string(it["licence"])],
+        )
+        for it in _scripts(folder)
+    ]
 
 
 def debian_components(status: str, release: str = "debian-12") -> list[Component]:
@@ -87,9 +103,14 @@ def write_bill(path: Path, version: str, time_s: int, components: Sequence[Compo
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def write_licences(path: Path, packages: Sequence[Distribution]) -> None:
-    """Write the licence of each Python package, with the texts that the package contains."""
+def write_licences(path: Path, packages: Sequence[Distribution], scripts: Path) -> None:
+    """Write the licences of Python packages, with their texts, and of the npm packages in the folder `scripts`."""
     parts = [_LICENCES]
+    for script in _scripts(scripts):
+        text = (scripts / f"{script['name']}.LICENSE").read_text(encoding="utf-8")
+        parts.append(
+            f"\n{'=' * 100}\n{script['name']} {script['version']} (npm): {script['licence']}\n\n{text.strip()}\n"
+        )
     for it in packages:
         parts.append(f"\n{'=' * 100}\n{_name(it)} {it.version}: {licence_of(it) or 'not stated'}\n")
         parts.extend(f"\n--- {name}\n{text.strip()}\n" for name, text in _licence_texts(it))
@@ -104,6 +125,11 @@ def licence_of(package: Distribution) -> str:
         return expression or name
     classifiers = [it for it in fields.get("classifier", []) if it.startswith("License ::")]
     return ", ".join(it.rpartition(" :: ")[2] for it in classifiers)
+
+
+def _scripts(folder: Path) -> list[dict[str, str]]:
+    found: list[dict[str, str]] = json.loads((folder / "packages.json").read_text(encoding="utf-8"))
+    return found
 
 
 def _licence_texts(package: Distribution) -> Iterator[tuple[str, str]]:

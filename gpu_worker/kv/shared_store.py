@@ -217,7 +217,7 @@ class KvStore:
     def count(self, metrics: Metrics) -> None:
         """Export how many blocks of dead workers failed verification."""
         text = "KV blocks of dead workers that failed verification."
-        metrics.gauge("worker_kv_adopted_damaged", text).set_function(partial(getattr, self, "num_damaged"))
+        metrics.counter_of("worker_kv_adopted_damaged", text, {"": partial(getattr, self, "num_damaged")})
 
     @property
     def pool_name(self) -> str:

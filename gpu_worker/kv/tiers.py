@@ -648,11 +648,10 @@ class KvTiers:
             "written_bytes": ("worker_kv_tier_written_bytes", "Bytes written."),
         }
         for attribute, (name, text) in texts.items():
-            gauge = metrics.gauge(name, text, ("tier",))
-            for tier in self._tiers:
-                gauge.labels(tier.name).set_function(partial(getattr, tier, attribute))
-        ahead = metrics.gauge("worker_kv_tier_read_ahead", "KV blocks that had been read when a step needed them.")
-        ahead.set_function(lambda: self.num_read_ahead)
+            counts = {tier.name: partial(getattr, tier, attribute) for tier in self._tiers}
+            metrics.counter_of(name, text, counts, "tier")
+        text = "KV blocks that had been read when a step needed them."
+        metrics.counter_of("worker_kv_tier_read_ahead", text, {"": lambda: self.num_read_ahead})
         blocks = metrics.gauge("worker_kv_tier_blocks", "KV blocks stored at present.", ("tier",))
         for tier in self._tiers:
             blocks.labels(tier.name).set_function(partial(len, tier))

@@ -153,7 +153,7 @@ class BlockServer:
             ("num_sent", "worker_kv_sent_blocks", "KV blocks that other workers fetched."),
             ("sent_bytes", "worker_kv_sent_bytes", "Bytes of KV blocks that other workers fetched."),
         ):
-            metrics.gauge(name, text).set_function(partial(getattr, self, attribute))
+            metrics.counter_of(name, text, {"": partial(getattr, self, attribute)})
 
 
 class TransferError(Exception):
@@ -392,4 +392,4 @@ class BlockFetcher:
             ("num_missing", "worker_kv_fetch_missing", "KV blocks that could not be fetched from other workers."),
             ("num_damaged", "worker_kv_fetch_damaged", "KV blocks from other workers that failed verification."),
         ):
-            metrics.gauge(name, text).set_function(partial(getattr, self, attribute))
+            metrics.counter_of(name, text, {"": partial(getattr, self, attribute)})

@@ -17,7 +17,7 @@ import subprocess
 from typing import Any
 
 from midstream.errors import InvalidArgumentError
-from midstream.python_process import python_command, python_environment
+from midstream.python_process import bare_environment, python_command
 from midstream.socket_messages import receive, send
 
 # A small file may contain a huge image. An image of few rows takes much more time to scale than its pixels suggest.
@@ -77,7 +77,7 @@ class _Child:
                 stdin=other.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=python_environment({"PATH": os.environ.get("PATH", "")}),
+                env=bare_environment(),
                 process_group=0,
             )
 

@@ -30,7 +30,8 @@ def use_api_keys(run_dir: RunDir, keys: Sequence[str], environment: Mapping[str,
     if not keys:
         # A detached service starts with the variables that its parent command has set here.
         if environment.get("MIDSTREAM_AUTH_TOKENS") != str(run_dir.api_keys):
-            run_dir.token.unlink(missing_ok=True)
+            for path in (run_dir.api_keys, run_dir.token):
+                path.unlink(missing_ok=True)
         return {}
     if environment.get("MIDSTREAM_AUTH_TOKENS") or environment.get("MIDSTREAM_AUTH", "token") != "token":
         raise ConfigError(

@@ -71,6 +71,11 @@ def _quantize(arguments: argparse.Namespace, console: Console) -> int:
     report = json.loads(result.stdout.splitlines()[-1])
     _describe(open_model_folder(str(arguments.output)), console)
     console.print(f"quantized {report['matrices']} matrices to {arguments.weights}")
+    if report["types"]:
+        console.print(
+            f"the source was already quantized ({', '.join(report['types'])}), and is now rounded a second time; the "
+            "original checkpoint loses less"
+        )
     if "after" in report:
         change = report["after"] / report["before"] - 1
         console.print(

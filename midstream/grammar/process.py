@@ -5,7 +5,6 @@ them if they exceed it.
 from __future__ import annotations
 
 import importlib.util
-import os
 import select
 import signal
 import socket
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from midstream.grammar.messages import OVERRUN_STATUS, READY, Guide
 from midstream.model.folder import ModelFolder
-from midstream.python_process import python_command, python_environment
+from midstream.python_process import bare_environment, python_command
 from midstream.socket_messages import receive, send
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class _ChildProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=python_environment({"PATH": os.environ.get("PATH", ""), "RAYON_NUM_THREADS": "1"}),
+            env=bare_environment(RAYON_NUM_THREADS="1"),
         )
         other.close()
 

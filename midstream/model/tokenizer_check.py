@@ -16,7 +16,7 @@ from typing import Any
 
 from midstream.errors import ConfigError
 from midstream.model.tokenizer_file import read_tokenizer
-from midstream.python_process import python_command, python_environment
+from midstream.python_process import bare_environment, python_command
 
 # Maximum number of characters that normalizers may produce from one character; no tokenizer in use exceeds four.
 MAX_EXPANSION = 64
@@ -58,7 +58,7 @@ def check_tokenizer(file: Path, text: str) -> dict[str, Any]:
     try:
         done = subprocess.run(
             command,
-            env=python_environment({"RAYON_NUM_THREADS": "1"}),
+            env=bare_environment(RAYON_NUM_THREADS="1"),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             start_new_session=True,  # Ctrl-C must not look like a crash of the tokenizer

@@ -22,7 +22,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from midstream.python_process import PARTS
@@ -153,6 +153,20 @@ class TimeHistogram(Collector):
         yield HistogramMetricFamily(self._name, self._text, buckets, sum_s)
 
 
+class _KeptCounter(Collector):
+    """A counter whose values are read at each scrape."""
+
+    def __init__(self, name: str, text: str, counts: Mapping[str, Callable[[], float]], label: str) -> None:
+        self._name, self._text, self._counts, self._label = name, text, counts, label
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric family."""
+        family = CounterMetricFamily(self._name, self._text, labels=(self._label,) if self._label else ())
+        for value, count in self._counts.items():
+            family.add_metric((value,) if self._label else (), count())
+        yield family
+
+
 class Metrics:
     """Prometheus metrics of the process, named `midstream:NAME`; those that gateways expect also have vLLM's names."""
 
@@ -165,6 +179,10 @@ class Metrics:
     def counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> PrometheusCounter:
         """Create a counter, exported as `midstream:NAME_total`."""
         return PrometheusCounter(PREFIX + name, text, labels, registry=self.registry)
+
+    def counter_of(self, name: str, text: str, counts: Mapping[str, Callable[[], float]], label: str = "") -> None:
+        """Export counts that are kept elsewhere as `midstream:NAME_total`: one for each value of `label`, or one."""
+        self.registry.register(_KeptCounter(PREFIX + name, text, counts, label))
 
     def gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
         return Gauge(PREFIX + name, text, labels, registry=self.registry)

@@ -1,6 +1,8 @@
 """Pages on the HTTP port: a chat at `/` and the API reference at `/docs`; also `/version`.
 
-The pages need no token, since they contain no data; they call the API with the token that their user has typed.
+The pages need no key, since they contain no data; they call the API with the key that their user has typed.
+static/vendor contains unchanged files of npm packages, with their licences
+(docs/decisions/dependencies.md).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ def page_routes() -> list[Route]:
     async def version(request: Request) -> Response:
         return JSONResponse({"version": __version__})
 
-    files = [Route(STATIC_PREFIX + path.name, page(path)) for path in sorted(_STATIC.iterdir())]
+    files = [Route(STATIC_PREFIX + str(path.relative_to(_STATIC)), page(path)) for path in sorted(_STATIC.rglob("*.*"))]
     return [
         Route("/", page(_STATIC / "chat.html")),
         Route("/docs", page(_STATIC / "docs.html")),

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from midstream.errors import ConfigError, InvalidArgumentError
-from midstream.python_process import python_command, python_environment
+from midstream.python_process import bare_environment, python_command
 from router.pipeline.template_renderer import CPU_LIMIT_S, LENGTH, MAX_OUTPUT_CHARACTERS
 
 # Time limit for a process that blocks without computing; its CPU time has a separate limit.
@@ -102,7 +102,7 @@ class _Process:
     def __init__(self, source: str) -> None:
         """Start the process and compile `source`. Raises _BrokenError if one of the two fails."""
         # The process does not inherit this process's environment, which may hold keys and tokens.
-        environment = python_environment({"PATH": os.environ.get("PATH", "")})
+        environment = bare_environment()
         self._process = subprocess.Popen(
             python_command("router.pipeline.template_renderer"),
             stdin=subprocess.PIPE,

@@ -61,16 +61,16 @@ class _Range:
 
 
 _Check = Callable[[Any, ModelFolder], None]
-_MAX_FLOAT = 3.4028234663852886e38
-_FINITE = _Range(-_MAX_FLOAT, _MAX_FLOAT)
-_POSITIVE = _Range(0, _MAX_FLOAT, excludes_low=True)
+MAX_FLOAT = 3.4028234663852886e38
+_FINITE = _Range(-MAX_FLOAT, MAX_FLOAT)
+_POSITIVE = _Range(0, MAX_FLOAT, excludes_low=True)
 _SAMPLING: dict[str, _Range] = {
     "top_p": _Range(0, 1, excludes_low=True),
     "top_p_decay": _Range(0, 1, excludes_low=True),
     "top_p_min": _Range(0, 1, excludes_low=True),
     "min_p": _Range(0, 1),
     "temperature": _Range(0, 100),
-    "beam_search_diversity_rate": _Range(0, _MAX_FLOAT),
+    "beam_search_diversity_rate": _Range(0, MAX_FLOAT),
     "repetition_penalty": _POSITIVE,
     "presence_penalty": _Range(-2, 2),
     "frequency_penalty": _Range(-2, 2),

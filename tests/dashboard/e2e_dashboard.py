@@ -179,7 +179,7 @@ def test_a_router_that_asks_for_a_token_gets_it_from_the_reader(browser: Browser
         time.sleep(0.1)
     browser.emulate(1280, 1400)
     browser.open(f"http://{locked}/dashboard")
-    browser.wait_for("return !document.querySelector('#door').hidden")
+    browser.wait_for("return document.querySelector('#door')")
     assert browser.run("return document.querySelector('#main').hidden")
     browser.write("#token", "not-the-token-of-anybody")
     browser.click("#door button")

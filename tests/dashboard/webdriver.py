@@ -50,6 +50,24 @@ class Browser:
     def write(self, selector: str, text: str) -> None:
         self._ask("POST", f"{self._session}/element/{self._find(selector)}/value", {"text": text})
 
+    def press(self, *keys: str) -> None:
+        """Press and release keys in turn, at whatever has the focus; a key may be several that are held together."""
+        actions = [
+            {"type": kind, "value": key}
+            for together in keys
+            for kind, key in (*(("keyDown", key) for key in together), *(("keyUp", key) for key in reversed(together)))
+        ]
+        self._ask(
+            "POST", f"{self._session}/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]}
+        )
+
+    def reload(self) -> None:
+        self._ask("POST", f"{self._session}/refresh", {})
+
+    def allow_clipboard(self) -> None:
+        """Let scripts of the tests read the clipboard."""
+        self._command("Browser.grantPermissions", {"permissions": ["clipboardReadWrite"]})
+
     def text(self, selector: str) -> str:
         """Return an element's visible text."""
         text: str = self.run("return document.querySelector(arguments[0]).innerText", selector)
@@ -105,14 +123,17 @@ def chromium() -> Iterator[Browser]:
     """Start a browser; requires the Debian packages `chromium` and `chromium-driver`."""
     driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
+    browser = None
     try:
         port = next(
             found for line in driver.stdout if (found := re.search(r"started successfully on port (\d+)", line))
         )
         browser = Browser(f"http://127.0.0.1:{port.group(1)}")
         yield browser
-        browser.close()
     finally:
+        # chromedriver leaves the browser running if it ends before its session.
+        if browser is not None:
+            browser.close()
         driver.terminate()
         driver.wait()
         driver.stdout.close()

@@ -65,6 +65,12 @@ def test_every_metric_is_one_of_ours() -> None:
     assert {name for name in wanted if f'"{name}"' not in source} == set()
 
 
+def test_rates_are_those_of_counters() -> None:
+    used = {name for text in expressions() for name in re.findall(r"(?:rate|increase)\(([\w:]+)", text)}
+    assert {name for name in used if not name.endswith(("_total", "_bucket", "_sum", "_count"))} == set()
+    assert len(used) > 20
+
+
 def test_every_alert_is_explained() -> None:
     names = [rule["alert"] for rule in alerts()]
     manual = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")

@@ -337,6 +337,18 @@ def test_the_process_that_tries_a_tokenizer_has_limits(folder: Path) -> None:
     assert done.stdout.split() == [str(2 << 30), "15", "0"]
 
 
+def test_the_process_that_tries_a_tokenizer_finds_the_packages_of_pythonpath(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages, marker = tmp_path / "packages", tmp_path / "imported"
+    packages.mkdir()
+    (packages / "sitecustomize.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    change(folder / "tokenizer.json", normalizer={"type": "NFC"})
+    Tokenizer(folder)
+    assert marker.exists()
+
+
 def test_an_ordinary_normalizer_is_accepted(folder: Path) -> None:
     change(folder / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}]})
     assert Tokenizer(folder).encode("plain text")

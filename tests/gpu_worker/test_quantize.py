@@ -19,7 +19,7 @@ from gpu_worker import quantize
 from gpu_worker.models.families import describe
 from gpu_worker.models.images import ImageEncoder
 from gpu_worker.models.weights.decoder_weights import open_weights
-from gpu_worker.quantize import quantize_folder
+from gpu_worker.quantize import quantize_folder, types_of
 from midstream.cli import prepare
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import open_model_folder
@@ -135,3 +135,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     arguments.output = None
     with pytest.raises(ConfigError, match="--weights requires --output"):
         prepare.run(arguments)
+
+
+def test_the_types_of_a_quantized_gguf_file_are_reported(tmp_path: Path) -> None:
+    assert types_of(open_model_folder("smollm2")) == ["Q4_1", "Q8_0"]
+    make_tiny_model(tmp_path / "source", "Llama")
+    assert types_of(open_model_folder(str(tmp_path / "source"))) == []

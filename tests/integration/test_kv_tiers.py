@@ -39,7 +39,7 @@ async def test_a_restart_of_everything_recomputes_nothing_that_was_stored(tmp_pa
         try:
             async with stub_of(service.routers()[0]) as stub:
                 answers.append([(await collect(stub, tokens(prompt, max_tokens=8))).token_ids for prompt in prompts])
-            hits = metric(service, "worker_kv_tier_hits")
+            hits = metric(service, "worker_kv_tier_hits_total")
             if turn == 0:
                 assert hits == 0
 
@@ -47,7 +47,7 @@ async def test_a_restart_of_everything_recomputes_nothing_that_was_stored(tmp_pa
                 assert stored >= num_blocks
             else:
                 assert hits >= 0.95 * num_blocks
-                assert metric(service, "worker_kv_tier_damaged") == 0
+                assert metric(service, "worker_kv_tier_damaged_total") == 0
                 assert metric(service, "worker_kv_saved_seconds_total") > 0
         finally:
             service.stop()

@@ -91,7 +91,7 @@ async def test_separate_roles_give_the_same_tokens_even_after_a_death_during_tra
         first = await answers(service, PROMPTS)
         assert tokens_of(first) == expected
         decode = next(worker for worker in service.processes("gpu_worker") if worker["name"] == "worker-1")
-        assert metrics(decode)["worker_kv_fetched_blocks"] >= sum((size - 1) // 16 for size in SIZES)
+        assert metrics(decode)["worker_kv_fetched_blocks_total"] >= sum((size - 1) // 16 for size in SIZES)
         pauses: list[float] = []
         for number in range(NUM_KILLS):
             streams = await _kill_in_a_transfer(service, decode, number)
@@ -112,7 +112,7 @@ async def _kill_in_a_transfer(service: Service, decode: dict[str, Any], number: 
         return next(worker for worker in service.processes("gpu_worker") if worker["name"] == "worker-0")
 
     async def num_fetched() -> float:
-        return metrics(decode)["worker_kv_fetched_blocks"]
+        return metrics(decode)["worker_kv_fetched_blocks_total"]
 
     worker = await eventually(prefill, lambda worker: metrics(worker).get("worker_registrations_total") == 1, 60)
     end, attempt = time.monotonic() + 150, 0

@@ -15,7 +15,7 @@ import midstream
 from midstream.grammar.messages import Guide
 from midstream.grammar.process import GrammarProcess
 from midstream.model.folder import EMBEDDED_MODEL, open_model_folder
-from midstream.python_process import python_command, python_environment
+from midstream.python_process import bare_environment, python_command, python_environment
 from router.pipeline.chat_template import ChatTemplate
 from tests.integration.service import START_TIMEOUT_S
 
@@ -116,6 +116,18 @@ def test_a_command_alone_imports_nothing_from_there(folder: Path) -> None:
     command = python_command("midstream.cli", "--version")
     subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
     assert not (folder.parent / "imported").exists()
+
+
+def test_a_process_for_untrusted_data_gets_paths_and_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("PATH", "/bin"), ("PYTHONPATH", "/plugins"), ("MIDSTREAM_API_KEY", "secret")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    assert bare_environment(RAYON_NUM_THREADS="1") == {
+        "PATH": "/bin",
+        "PYTHONPATH": f"{Path(midstream.__file__).parents[1]}:/plugins",
+        "PYTHONSAFEPATH": "1",
+        "RAYON_NUM_THREADS": "1",
+    }
 
 
 def test_pythonpath_entries_independent_of_the_working_folder_stay() -> None:

@@ -242,8 +242,10 @@ def test_api_keys_are_written_for_routers_and_for_this_user_alone(tmp_path: Path
     # send none.
     assert use_api_keys(run_dir, [], variables) == {}
     assert run_dir.token.exists()
+    assert run_dir.api_keys.exists()
     assert use_api_keys(run_dir, [], {}) == {}
     assert not run_dir.token.exists()
+    assert not run_dir.api_keys.exists()
 
 
 @pytest.mark.parametrize("key", ["short", "two words of a key", "schlüssel-mit-umlaut", "#starts-like-a-comment"])

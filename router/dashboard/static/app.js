@@ -1,13 +1,13 @@
 // The dashboard. It keeps the latest state and the samples of the last few minutes, and draws both at each update.
 
 import { LineChart } from "./chart.js";
+import { askForToken } from "/static/token.js";
 import { byId, element } from "./dom.js";
 import { follow } from "./feed.js";
 import { redrawGroups, showGroups } from "./groups.js";
 import { count, milliseconds, percent, rate } from "./text.js";
 
 const MAX_SAMPLES = 300;
-const TOKEN_KEY = "midstream-token";
 const THEME_KEY = "midstream-theme";
 const STATES = [["generation", "generating"], ["context", "in context"], ["queued", "queued"], ["paused", "paused"]];
 const STATE_WORDS = {
@@ -195,20 +195,9 @@ byId("theme").addEventListener("click", () => {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawGroups);
 
 async function run() {
-  const message = await follow(sessionStorage.getItem(TOKEN_KEY), { onLink, onState });
-  sessionStorage.removeItem(TOKEN_KEY);
-  byId("door-error").textContent = message;
-  byId("door").hidden = false;
-  byId("token").focus();
+  await follow({ onLink, onState });
+  askForToken(run);
 }
-
-byId("door").addEventListener("submit", (event) => {
-  event.preventDefault();
-  sessionStorage.setItem(TOKEN_KEY, byId("token").value.trim());
-  byId("token").value = "";
-  byId("door").hidden = true;
-  run();
-});
 
 const theme = localStorage.getItem(THEME_KEY);
 setTheme(theme === "light" || theme === "dark" ? theme : "system");

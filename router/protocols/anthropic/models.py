@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
 
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
@@ -19,7 +21,7 @@ _PATH = "/v1/models"
 _VERSION = b"anthropic-version"
 _MAX_LISTED, _LISTED = 1000, 20
 _LIFECYCLES = ("active", "deprecated", "retired")
-Card = Mapping[str, object]
+Card = Mapping[str, Any]
 
 
 def model_routes(models: Models) -> list[Route]:
@@ -83,7 +85,7 @@ def _fields(card: Card) -> dict[str, object]:
         "type": "model",
         "id": card["id"],
         "display_name": card["id"],
-        "created_at": "1970-01-01T00:00:00Z",  # unknown
+        "created_at": datetime.fromtimestamp(card["created"], UTC).isoformat().replace("+00:00", "Z"),
         "lifecycle": "active",
         "max_input_tokens": card["max_model_len"],
         "max_tokens": card["max_model_len"],

@@ -28,6 +28,8 @@ class Models:
     def __init__(self, model: ModelFolder, cells: Cells) -> None:
         self._model = model
         self._cells = cells
+        # The files do not say when a model was made, but when this copy was.
+        self._created_s = int((model.path / "config.json").stat().st_mtime)
         self._adapters: dict[str, loads_pb2.LoraInfo] = {}
         self._fresh_until = 0.0
 
@@ -82,7 +84,7 @@ class Models:
         return self._adapters
 
     def _card(self) -> dict[str, object]:
-        card = {"id": self._model.name, "object": "model", "created": 0, "owned_by": "midstream"}
+        card = {"id": self._model.name, "object": "model", "created": self._created_s, "owned_by": "midstream"}
         return {**card, "root": self._model.name, "parent": None, "max_model_len": self._model.max_sequence_length}
 
     def _adapter_card(self, adapter: loads_pb2.LoraInfo) -> dict[str, object]:

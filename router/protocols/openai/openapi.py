@@ -6,7 +6,9 @@ from typing import Any
 
 from midstream import __version__
 from midstream.model.folder import ModelFolder
+from router.pipeline.embedder import MAX_INPUTS
 from router.pipeline.request_checks import (
+    MAX_FLOAT,
     MAX_LOG_PROBS,
     MAX_NAME,
     MAX_STOP_TOKENS,
@@ -15,6 +17,7 @@ from router.pipeline.request_checks import (
 )
 from router.protocols.conversation import EFFORTS
 from router.protocols.fields import RESPONSES
+from router.protocols.openai.operations import GROUPS, describe
 from router.protocols.openai.parameters import TIERS
 
 # A JSON schema, or another part of an OpenAPI document.
@@ -108,6 +111,7 @@ def document(model: ModelFolder) -> Part:
         {"name": n, "in": "path", "required": True, "schema": _SOME_TEXT}
         for n in ("name", "response_id", "file_id", "batch_id", "receipt_id")
     )
+    name["example"] = model.name
     included = [_query(name, _array(_TEXT), "Has no effect.") for name in ("include", "include[]")]
     stored = (
         response_id,
@@ -131,10 +135,11 @@ def document(model: ModelFolder) -> Part:
     tokenize |= {"add_special_tokens": _FLAG, "return_token_strs": _FLAG}
     detokenize = {"model": names, "tokens": tokens}
     paths = {
-        "/v1/completions": {"post": _post("Complete prompts.", completion, ["prompt"], stream=True) | _with(event_id)},
         "/v1/chat/completions": {
-            "post": _post("Complete a conversation.", chat, ["messages"], stream=True) | _with(event_id)
+            "post": _post("Complete a conversation (OpenAI's Chat Completions API).", chat, ["messages"], stream=True)
+            | _with(event_id)
         },
+        "/v1/completions": {"post": _post("Complete prompts.", completion, ["prompt"], stream=True) | _with(event_id)},
         "/v1/messages": {
             "post": _post(
                 "Complete a conversation (Anthropic's Messages API).", messages, ["messages", "max_tokens"], stream=True
@@ -159,7 +164,7 @@ def document(model: ModelFolder) -> Part:
             "get": _get("The input items of a response.") | _with(response_id, *_page(100), order, *included)
         },
         **_conversation_paths(order, included),
-        **_embedding_paths(names, inputs(2048)),
+        **_embedding_paths(names, inputs(MAX_INPUTS)),
         "/v1/files": {
             "get": _get("The caller's files, newest first.") | _with(*_page(1000), order, purpose),
             "post": _upload(),
@@ -204,7 +209,11 @@ def document(model: ModelFolder) -> Part:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Midstream", "version": __version__},
-        "paths": paths,
+        "tags": [{"name": name, "description": description} for name, description in GROUPS.items()],
+        "paths": {
+            path: {method: describe(path, method, operation) for method, operation in operations.items()}
+            for path, operations in paths.items()
+        },
         "components": {"schemas": {"Error": _ERROR, "Message": _MESSAGE, "Tool": _TOOL}},
     }
 
@@ -222,7 +231,7 @@ def _common_fields(model: ModelFolder, token: Part, names: Part) -> Part:
         "min_p": _number(0, 1),
         "presence_penalty": _number(-2, 2),
         "frequency_penalty": _number(-2, 2),
-        "repetition_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 1e38},
+        "repetition_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_FLOAT},
         "logit_bias": {
             "type": "object",
             "propertyNames": {"pattern": "^[0-9]{1,4}$"},
@@ -295,7 +304,7 @@ def _sampling_fields() -> Part:
 
 def _embedding_paths(names: Part, inputs: Part) -> Part:
     """Return the paths of the endpoints for embeddings, scores and reranking."""
-    texts = _array(_SOME_TEXT, minItems=1, maxItems=1024)
+    texts = _array(_SOME_TEXT, minItems=1, maxItems=MAX_INPUTS - 1)  # the query is one more
     either = _any(_SOME_TEXT, texts)
     common = {**_request_fields(names), "pooling": {"enum": ["last", "mean"]}}
     vectors = {
@@ -313,7 +322,7 @@ def _embedding_paths(names: Part, inputs: Part) -> Part:
         "documents": texts,
         "texts": texts,
         "return_text": _FLAG,
-        "top_n": _integer(0, 1 << 20),
+        "top_n": _integer(0, 0xFFFFFFFF),
         "return_documents": _FLAG,
     }
     return {

@@ -26,9 +26,11 @@ HAS_IMAGES = bool(os.environ.get("BASE_ARCHIVE"))
 def releases(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two releases; their clones are in different folders."""
     folders = []
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True)
     for name in ("one", "another-clone"):
         clone = tmp_path_factory.mktemp(name) / "midstream"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+        subprocess.run(["git", "checkout", "-q", head.stdout.strip()], cwd=clone, check=True)
         flags = [] if HAS_IMAGES else ["NO_IMAGES=1"]
         subprocess.run(["make", "-s", "release", *flags], cwd=clone, check=True)
         folders.append(clone / "build" / "release")
@@ -85,3 +87,16 @@ def test_the_bill_of_materials_lists_the_pinned_packages(releases: list[Path]) -
     assert "pytest" not in found
     without = sorted(part["name"] for part in bill["components"] if not part.get("licenses"))
     assert without == []
+
+
+def test_the_scripts_of_the_pages_are_listed_with_their_licences(releases: list[Path]) -> None:
+    scripts = json.loads((ROOT / "router/pages/static/vendor/packages.json").read_text())
+    bill = json.loads((releases[0] / f"midstream-{__version__}.cdx.json").read_text())
+    purls = {part["purl"] for part in bill["components"]}
+    assert {f"pkg:npm/{it['name']}@{it['version']}" for it in scripts} <= purls
+    licences = (releases[0] / "THIRD-PARTY-LICENSES.txt").read_text()
+    (wheel,) = releases[0].glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        for it in scripts:
+            assert f"{it['name']} {it['version']} (npm): {it['licence']}" in licences
+            assert f"midstream/router/pages/static/vendor/{it['name']}.LICENSE" in archive.namelist()

@@ -1,4 +1,4 @@
-"""A local Prometheus that scrapes the pods of the cluster and evaluates the alert rules."""
+"""A local Prometheus that scrapes a service and evaluates the alert rules."""
 
 from __future__ import annotations
 
@@ -9,35 +9,61 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import yaml  # type: ignore[import-untyped]
 
-from tests.deploy.e2e.cluster import Cluster
 from tests.deploy.rendering import ROOT
 
 MONITORING = ROOT / "deploy" / "k8s" / "monitoring"
 _START_TIMEOUT_S = 30.0
+# The range is longer than the loads of the tests take on a busy machine; within a shorter range, no request might end.
+_VARIABLES = {
+    "$__rate_interval": "5m",
+    "$__range_s": "300",
+    "$__range": "5m",
+    "$namespace": ".*",
+    "$client": ".*",
+    "$price": "1",
+}
+
+
+def panel_expressions() -> Iterator[tuple[str, str]]:
+    """Yield the name of the dashboard and of the panel, and the query, of all queries of the dashboards."""
+    for name in ("dashboard", "tenants"):
+        for panel in json.loads((MONITORING / f"{name}.json").read_text(encoding="utf-8"))["panels"]:
+            for target in panel.get("targets", []):
+                expression = target["expr"]
+                for variable, value in _VARIABLES.items():
+                    expression = expression.replace(variable, value)
+                yield f"{name}: {panel['title']}", expression
+
+
+@dataclass(frozen=True)
+class Target:
+    """A process to scrape, with its labels."""
+
+    address: str
+    part: str
+    pod: str
 
 
 class Prometheus:
-    """A context manager that runs `prometheus` for the pods that the cluster has on entry."""
+    """A context manager that runs `prometheus`."""
 
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
+    def __init__(self, processes: Sequence[Target], folder: Path) -> None:
         self._folder = folder
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._address = f"127.0.0.1:{probe.getsockname()[1]}"
         # These are the labels that scrape.yaml sets in a Kubernetes cluster.
         targets = [
-            {
-                "targets": [cluster.metrics_address(pod)],
-                "labels": {"part": part, "pod": pod, "namespace": "midstream"},
-            }
-            for part, pods in cluster.pods.items()
-            for pod in pods
+            {"targets": [it.address], "labels": {"part": it.part, "pod": it.pod, "namespace": "midstream"}}
+            for it in processes
         ]
         self.num_targets = len(targets)
         config = {

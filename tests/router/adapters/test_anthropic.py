@@ -24,6 +24,7 @@ from midstream.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from midstream.model.folder import ModelFolder
 from midstream.model.tokenizer import Tokenizer
 from protos import generation_pb2 as pb
 from router.parsers.events import CallArguments, CallBegin, CallEnd, ReasoningDelta, TextDelta
@@ -236,11 +237,12 @@ async def test_a_missing_endpoint_has_the_shape_of_anthropics_errors(client: ant
     assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
 
 
-async def test_models_are_listed_in_anthropics_format(client: anthropic.AsyncAnthropic) -> None:
+async def test_models_are_listed_in_anthropics_format(client: anthropic.AsyncAnthropic, folder: ModelFolder) -> None:
     listed = await client.models.list()
     assert [(model.id, model.type, model.display_name) for model in listed.data] == [("smollm2", "model", "smollm2")]
     assert listed.data[0] == await client.models.retrieve("smollm2")
     assert listed.data[0].max_input_tokens == 8192
+    assert int(listed.data[0].created_at.timestamp()) == int((folder.path / "config.json").stat().st_mtime)
     assert not listed.has_next_page()
 
 
@@ -498,7 +500,7 @@ async def test_a_message_that_fills_the_context_says_so(
     assert message.stop_reason == "model_context_window_exceeded"
 
 
-CARDS = [{"id": name, "max_model_len": 5} for name in "abcde"]
+CARDS = [{"id": name, "created": 0, "max_model_len": 5} for name in "abcde"]
 
 
 @pytest.mark.parametrize(

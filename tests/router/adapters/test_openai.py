@@ -218,6 +218,8 @@ async def test_adapters_are_models(cluster: Cluster, router: Part, tokenizer: To
     async with client_of(router) as client:
         models = [model.id async for model in client.models.list()]
         assert (models, (await client.models.retrieve("tone")).id) == (["smollm2", "tone", "task"], "tone")
+        made_s = int((cluster.folder.path / "config.json").stat().st_mtime)
+        assert {model.created async for model in client.models.list()} == {made_s}
         with pytest.raises(openai.NotFoundError):
             await client.models.retrieve("other")
         for name in ("tone", "task"):
