@@ -16,6 +16,7 @@ GROUPS = {
     "Files and batches": "Many requests in one file, which run when there is room.",
     "Tokens": "The tokenizer of the model.",
     "Models": "What this router serves.",
+    "KServe": "KServe's protocol v2, with Triton's extension for text. Errors are `{\"error\": TEXT}`.",
     "Receipts": "Signed records of what was asked and answered.",
     "Operations": "For load balancers, monitoring and operators.",
 }
@@ -69,6 +70,20 @@ OPERATIONS = {
     "delete /v1/responses/{response_id}": Operation("Responses", "A response that continues it keeps its own copy."),
     "post /v1/responses/{response_id}/cancel": Operation("Responses", "The response must have `background` set."),
     "get /v1/responses/{response_id}/input_items": Operation("Responses", "In pages."),
+    "post /v1/conversations": Operation(
+        "Responses",
+        "Responses with its id in `conversation` begin with its items, and add theirs to it.",
+        {"items": [{"role": "user", "content": "My name is Ada."}], "metadata": {"topic": "names"}},
+    ),
+    "get /v1/conversations/{conversation_id}": Operation("Responses", "Its metadata and time of creation."),
+    "post /v1/conversations/{conversation_id}": Operation("Responses", "Its items stay.", {"metadata": {"topic": "x"}}),
+    "delete /v1/conversations/{conversation_id}": Operation("Responses", "Its responses stay."),
+    "get /v1/conversations/{conversation_id}/items": Operation("Responses", "In pages."),
+    "post /v1/conversations/{conversation_id}/items": Operation(
+        "Responses", "At most 20 at a time.", {"items": [{"role": "user", "content": "I like rivers."}]}
+    ),
+    "get /v1/conversations/{conversation_id}/items/{item_id}": Operation("Responses"),
+    "delete /v1/conversations/{conversation_id}/items/{item_id}": Operation("Responses", "The others stay."),
     "post /v1/embeddings": Operation(
         "Embeddings", "One vector for each text, or for each list of token ids.", {"input": _TEXTS}
     ),
@@ -110,6 +125,28 @@ OPERATIONS = {
     "get /v1/receipts/{receipt_id}": Operation("Receipts", "`midstream audit` verifies it."),
     "get /v1/receipts/keys": Operation("Receipts", "Those of earlier receipts as well."),
     "get /ledger": Operation("Operations", "One entry for each request, in the order of their ends."),
+    "get /v2": Operation("KServe"),
+    "get /v2/health/live": Operation("KServe"),
+    "get /v2/health/ready": Operation("KServe"),
+    "get /v2/models/{model}": Operation("KServe", "Names, data types and shapes."),
+    "get /v2/models/{model}/ready": Operation("KServe"),
+    "get /v2/models/{model}/config": Operation("KServe", "What Triton's clients read before they send requests."),
+    "post /v2/models/{model}/infer": Operation(
+        "KServe",
+        "Each row of the tensors is a request. Binary tensors may follow the JSON.",
+        {
+            "inputs": [
+                {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["Once upon a time"]},
+                {"name": "max_tokens", "datatype": "INT32", "shape": [1, 1], "data": [24]},
+            ]
+        },
+    ),
+    "post /v2/models/{model}/generate": Operation(
+        "KServe", "Fields are tensors of one element.", {"text_input": "Once upon a time", "max_tokens": 24}
+    ),
+    "post /v2/models/{model}/generate_stream": Operation(
+        "KServe", "The same, as events.", {"text_input": "Once upon a time", "max_tokens": 24}
+    ),
     "get /health": Operation("Operations", "Needs no API key."),
     "get /live": Operation("Operations", "Needs no API key."),
     "get /metrics": Operation("Operations", "This router's; other processes have their own."),
@@ -174,6 +211,13 @@ _FIELDS = {
     "add_special_tokens": "adds those of the tokenizer, such as one at the beginning",
     "return_token_strs": "adds the text of each token",
     "tokens": "token ids",
+    "items": "messages, and other items of responses",
+    "inputs": "tensors, each with a name, a data type, a shape and its data",
+    "outputs": "the tensors that are wanted",
+    "parameters": "settings of the whole request",
+    "id": "returned with the answer",
+    "text_input": "the prompt",
+    "texts": "the documents, as Text Embeddings Inference names them",
     "prompt_cache_options": "has no effect beyond its check",
 }
 
