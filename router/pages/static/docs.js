@@ -112,7 +112,8 @@ function example(path, method, parameters, kind, media, ownsParameter) {
     event.preventDefault();
     run.disabled = true;
     await send(method, url(), fixed, media && (isForm ? formOf(values, text.value) : text.value), isForm, answer, (value) => {
-      if (ownsParameter && value.id) known.set(ownsParameter, value.id);
+      const id = value.id ?? value.data?.[0]?.id;
+      if (ownsParameter && id) known.set(ownsParameter, id);
       if (value.choices) known.set("receipt_id", value.id);
       for (const input of document.querySelectorAll("[data-parameter]")) {
         if (!input.value) input.value = known.get(input.dataset.parameter) ?? "";

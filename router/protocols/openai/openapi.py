@@ -200,7 +200,7 @@ def document(model: ModelFolder) -> Part:
                 _query("after", _TEXT, "`next_after` of the previous page."),
             )
         },
-        **_kserve_paths(),
+        **_kserve_paths(model),
         "/health": {"get": _get("Health of this router; 503 if it cannot serve requests.")},
         "/live": {"get": _get("Whether this process makes progress; 503 if it must be restarted.")},
         "/metrics": {"get": _get("Prometheus' metrics.", "text/plain")},
@@ -369,9 +369,9 @@ def _conversation_paths(order: Part, included: list[Part]) -> Part:
     }
 
 
-def _kserve_paths() -> Part:
+def _kserve_paths(served: ModelFolder) -> Part:
     """Return the paths of KServe's protocol v2, whose errors are texts."""
-    model = {"name": "model", "in": "path", "required": True, "schema": _SOME_TEXT}
+    model = {"name": "model", "in": "path", "required": True, "schema": _SOME_TEXT, "example": served.name}
     tensor = _object(
         {
             "name": _TEXT,
