@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from midstream.errors import InvalidArgumentError
+from midstream.errors import InvalidArgumentError, UnsupportedError
 from router.authentication import current_caller
 from router.pipeline.fair_threads import FairThreads
 from router.protocols.body_budget import BodyBudget
@@ -38,9 +38,11 @@ class BodyReader:
 
     async def read_data(self, request: Request, make: Callable[[bytes], _T]) -> _T:
         """Return the result of `make` for the body; it is called in a thread for long bodies. Raises
-        InvalidArgumentError if the body is too large, or OverloadedError if too many bytes of request bodies are in
-        memory.
+        InvalidArgumentError if the body is too large, UnsupportedError if it is compressed, or OverloadedError if too
+        many bytes of request bodies are in memory.
         """
+        if request.headers.get("content-encoding", "").lower() not in ("", "identity"):
+            raise UnsupportedError("must not be set: bodies are not decompressed", field="Content-Encoding")
         limit, data = self._budget.max_body_bytes, bytearray()
         with self._budget.hold(current_caller.get().name) as held:
             length = int(request.headers.get("content-length") or 0)

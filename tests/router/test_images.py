@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from midstream.model.folder import ModelFolder
@@ -74,6 +75,28 @@ async def test_the_chat_template_places_images_between_texts(builder: PromptBuil
     turns = [pb.ChatMessage(role="system", content="Hi"), pb.ChatMessage(role="user", parts=parts)]
     ids = await builder.token_ids(pb.GenerateRequest(chat=pb.ChatInput(messages=turns)))
     plain = tokenizer.encode(f"system:Hiuser:See [{TOKEN}{TOKEN}]?", add_special_tokens=False)
+    assert [min(token, tokenizer.vocab_size) for token in ids] == [
+        tokenizer.vocab_size if token == tokenizer.added_tokens[TOKEN] else token for token in plain
+    ]
+
+
+async def test_texts_beside_an_image_are_rendered_as_by_transformers(
+    builder: PromptBuilder, tokenizer: Tokenizer, model: ModelFolder
+) -> None:
+    """No text is added between them."""
+    texts = ["a", "b", "", " c"]
+    parts = [pb.ContentPart(text=text) for text in texts[:2]] + [pb.ContentPart(image=IMAGE)]
+    parts += [pb.ContentPart(text=text) for text in texts[2:]]
+    said = pb.ChatMessage(role="assistant", parts=[pb.ContentPart(text="d"), pb.ContentPart(text="e")])
+    turns = [pb.ChatMessage(role="user", parts=parts), said]
+    ids = await builder.token_ids(pb.GenerateRequest(chat=pb.ChatInput(messages=turns)))
+
+    def shown(part: pb.ContentPart) -> dict[str, str]:
+        return {"type": "image"} if part.HasField("image") else {"type": "text", "text": part.text}
+
+    conversation = [{"role": turn.role, "content": [shown(part) for part in turn.parts]} for turn in turns]
+    (wanted,), _ = render_jinja_template([conversation], chat_template=model.chat_template)
+    plain = tokenizer.encode(wanted.replace(TOKEN, f"[{TOKEN}{TOKEN}]"), add_special_tokens=False)
     assert [min(token, tokenizer.vocab_size) for token in ids] == [
         tokenizer.vocab_size if token == tokenizer.added_tokens[TOKEN] else token for token in plain
     ]

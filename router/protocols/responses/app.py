@@ -137,12 +137,7 @@ class ResponsesApi:
         body = await self._with_references(await self._bodies.read(request, lambda body: body))
         key = check_key(request.headers.get(HEADER))
         response_id = _PREFIX + (request_id_of(key, _PATH) if key else uuid.uuid4().hex)
-        conversation_id, version = conversation_id_of(body), 0
-        if conversation_id:
-            found, version = await self.settled(conversation_id)
-            context = found.before(response_id)
-        else:
-            context = await self._context(previous_id(body))
+        context, conversation_id, version = await self._preceding(body, response_id)
         job = read_response(body, self._chat, context)
         native = job.conversation.request
         job.ignored.extend(limit_without_effect(native, self._folder, "max_output_tokens"))
@@ -160,11 +155,7 @@ class ResponsesApi:
 
     async def _count(self, request: Request) -> Response:
         body = await self._with_references(await self._bodies.read(request, lambda body: body))
-        conversation_id = conversation_id_of(body)
-        if conversation_id:
-            context = (await self.settled(conversation_id))[0].before("")
-        else:
-            context = await self._context(previous_id(body))
+        context, _, _ = await self._preceding(body)
         job = read_response(body, self._chat, context)
         native = job.conversation.request
         await self._models.resolve([native])
@@ -172,7 +163,8 @@ class ResponsesApi:
 
         async def compute() -> Response:
             ids = await self._front.run_unstarted(native, lambda: self._prompts.token_ids(native))
-            return JSONResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
+            counted = {"object": "response.input_tokens", "input_tokens": len(ids)}
+            return JSONResponse(counted, headers=ignored_header(job.ignored))
 
         return CompleteResponse(compute, lambda error: error_response(error, job.names))
 
@@ -229,6 +221,16 @@ class ResponsesApi:
             return found, version
         await self.conversations.update(conversation_id, lambda conversation: conversation.settle(items))
         return await self.conversations.get(conversation_id)
+
+    async def _preceding(self, body: Body, response_id: str = "") -> tuple[list[Item], str, int]:
+        """Return the items that precede the input of a body, and its conversation, if any, with the version that was
+        read. `response_id` is the response that the body creates.
+        """
+        conversation_id = conversation_id_of(body)
+        if not conversation_id:
+            return await self._context(previous_id(body)), "", 0
+        found, version = await self.settled(conversation_id)
+        return found.before(response_id), conversation_id, version
 
     async def _context(self, response_id: str) -> list[Item]:
         """Return the input and output items of a response and of all before it; empty if there is no response."""

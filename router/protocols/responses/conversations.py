@@ -88,11 +88,17 @@ class StoredConversation:
     def settle(self, items: Mapping[str, list[Item]]) -> None:
         """Replace responses by their items, given by the response's id."""
         entries: list[Entry] = []
+        known = {item["id"] for item in self.items}
         for entry in self.entries:
-            if entry.item is None and entry.response_id in items:
-                entries += [Entry(item, entry.response_id, entry.added_at) for item in items[entry.response_id]]
-            else:
+            if entry.item is not None or entry.response_id not in items:
                 entries.append(entry)
+                continue
+            for index, item in enumerate(items[entry.response_id]):
+                # A client may send an item of the conversation again, but ids must be unique for paging.
+                new = f"msg_{entry.response_id.removeprefix('resp_')}_again_{index}"
+                unique = {**item, "id": new} if item["id"] in known else item
+                known.add(unique["id"])
+                entries.append(Entry(unique, entry.response_id, entry.added_at))
         self.entries = entries
 
 

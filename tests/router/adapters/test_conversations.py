@@ -198,4 +198,7 @@ def test_responses_are_replaced_in_place_and_lost_ones_are_dropped() -> None:
     found.settle({"resp_1": [two]})
     assert (found.items, found.before("resp_2")) == ([one, two], [one, two])
     assert found.before("resp_1") == [one]  # for a call that is repeated with its key
+    found.settle({"resp_2": [one, {"id": "3"}]})  # the client has sent the first item again
+    assert [item["id"] for item in found.items] == ["1", "2", "msg_2_again_0", "3"]
+    found.entries.append(Entry(None, "resp_3", 100.0))
     assert [is_lost(found.waiting[0], now) for now in (159.0, 161.0)] == [False, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import math
 import struct
@@ -30,6 +31,8 @@ from router.protocols.kserve.tensors import OutputTensor, fill_outputs, unpack
 from router.protocols.openai.body import Body
 from tests.router.adapters.test_kserve import TEXT, answer_all
 from tests.router.conftest import Cluster, Part
+
+PATH = "/v2/models/smollm2"
 
 
 async def http_of(router: Part) -> httpx.AsyncClient:
@@ -61,18 +64,17 @@ async def test_generate_as_in_tritons_examples(cluster: Cluster, router: Part, t
 
 
 async def test_errors_are_texts(cluster: Cluster, router: Part, tokenizer: Tokenizer) -> None:
-    path = "/v2/models/smollm2"
     cases: list[tuple[str, Any, int, str]] = [
-        (f"{path}/generate", {"text_input": "x", "colour": 1}, 400, "colour: unknown input"),
-        (f"{path}/generate", {"max_tokens": 5}, 400, "text_input: must be given"),
-        (f"{path}/generate", {"text_input": "x", "stream": True}, 400, "stream: streaming is only supported by"),
-        (f"{path}/generate", {"text_input": 5}, 400, "text_input: has an element that is not BYTES"),
-        (f"{path}/generate", {"text_input": "x", "parameters": {"sequence_id": 1}}, 400, "parameters: 'sequence_id'"),
-        (f"{path}/generate_stream", {"text_input": "x", "temperature": -1}, 400, "temperature: is -1; must"),
+        (f"{PATH}/generate", {"text_input": "x", "colour": 1}, 400, "colour: unknown input"),
+        (f"{PATH}/generate", {"max_tokens": 5}, 400, "text_input: must be given"),
+        (f"{PATH}/generate", {"text_input": "x", "stream": True}, 400, "stream: streaming is only supported by"),
+        (f"{PATH}/generate", {"text_input": 5}, 400, "text_input: has an element that is not BYTES"),
+        (f"{PATH}/generate", {"text_input": "x", "parameters": {"sequence_id": 1}}, 400, "parameters: 'sequence_id'"),
+        (f"{PATH}/generate_stream", {"text_input": "x", "temperature": -1}, 400, "temperature: is -1; must"),
         ("/v2/models/other/generate_stream", {"text_input": "x"}, 404, "model_name: 'other' is not served here"),
-        (f"{path}/versions/2/infer", {"inputs": []}, 404, "model_name: 'smollm2 version 2' is not served here"),
-        (f"{path}/infer", {"input": []}, 400, "input: is not a field of this endpoint"),
-        (f"{path}/infer?x=1", {"inputs": []}, 400, "x: is not a parameter of this endpoint"),
+        (f"{PATH}/versions/2/infer", {"inputs": []}, 404, "model_name: 'smollm2 version 2' is not served here"),
+        (f"{PATH}/infer", {"input": []}, 400, "input: is not a field of this endpoint"),
+        (f"{PATH}/infer?x=1", {"inputs": []}, 400, "x: is not a parameter of this endpoint"),
     ]
     async with await http_of(router) as http:
         for url, body, status, message in cases:
@@ -81,10 +83,13 @@ async def test_errors_are_texts(cluster: Cluster, router: Part, tokenizer: Token
         assert (await http.get("/v2/models/other/ready")).status_code == 404
         assert (await http.get("/v2/models/smollm2/versions/2")).status_code == 404
         headers = {"Inference-Header-Content-Length": "x"}
-        answer = await http.post(f"{path}/infer", content=b"{}", headers=headers)
+        answer = await http.post(f"{PATH}/infer", content=b"{}", headers=headers)
         assert answer.json()["error"] == "Inference-Header-Content-Length: must be a whole number"
-        answer = await http.post(f"{path}/infer", content=b"{}", headers={"Inference-Header-Content-Length": "3"})
+        answer = await http.post(f"{PATH}/infer", content=b"{}", headers={"Inference-Header-Content-Length": "3"})
         assert (answer.status_code, "2 bytes" in answer.json()["error"]) == (400, True)
+        # As Triton's client sends it with request_compression_algorithm="gzip".
+        answer = await http.post(f"{PATH}/infer", content=gzip.compress(b"{}"), headers={"Content-Encoding": "gzip"})
+        assert (answer.status_code, answer.json()["error"][:16]) == (400, "Content-Encoding")
 
 
 async def test_a_stream_that_fails_ends_with_an_error(cluster: Cluster, router: Part, tokenizer: Tokenizer) -> None:
@@ -100,6 +105,22 @@ async def test_a_stream_that_fails_ends_with_an_error(cluster: Cluster, router: 
     *events, last = [json.loads(line.removeprefix("data: ")) for line in streamed.text.split("\n\n") if line]
     assert "".join(event["text_output"] for event in events) == TEXT
     assert "abort" in last["error"]
+
+
+async def test_a_waiting_stream_has_events_without_text(cluster: Cluster, tokenizer: Tokenizer) -> None:
+    router = await cluster.add_router(await cluster.add_detokenizer(), keepalive_interval_s=0.05)
+    body = {"text_input": "x"}
+    async with await http_of(router) as http, http.stream("POST", PATH + "/generate_stream", json=body) as stream:
+        texts: list[str] = []
+        async for line in stream.aiter_lines():
+            if not line.startswith("data: "):
+                continue  # a comment, or the end of an event
+            texts.append(json.loads(line.removeprefix("data: "))["text_output"])
+            if texts == ["", ""]:  # two keep-alives
+                (request_id,) = cluster.scheduler.requests
+                cluster.scheduler.emit(request_id, tokenizer.encode(TEXT))
+                cluster.scheduler.end(request_id)
+    assert "".join(texts) == TEXT
 
 
 async def test_a_call_with_a_key_is_answered_again(cluster: Cluster, router: Part, tokenizer: Tokenizer) -> None:

@@ -536,6 +536,10 @@ async def test_structured_output_and_refusals(client: openai.AsyncOpenAI, cluste
         assert str(raised.value.param).startswith(param)
     counted = await client.responses.input_tokens.count(model="smollm2", input="Hi")
     assert counted.input_tokens > 1
+    seen: Any = {"role": "user", "content": "Hi", "cache_control": {"type": "ephemeral"}}
+    raw = await client.responses.input_tokens.with_raw_response.count(model="smollm2", input=[seen])
+    assert raw.headers["x-midstream-ignored"] == "input.cache_control"
+    assert raw.parse() == counted
 
 
 async def test_a_json_object_is_no_array_and_an_image_is_named_by_its_own_field(
