@@ -33,13 +33,14 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 SERVICES = "router,scheduler,detokenizer,worker"
 TESTS = "dev"
 _OWN_SOURCE = re.compile(r"\b(index-url|extra-index-url|find-links|no-index)=")
-# Importing these modules once compiles all modules that services and tests use. If PYTHONDONTWRITEBYTECODE is set,
-# every start would otherwise compile PyTorch's sources again, which takes seconds; compiling all installed modules
-# would take a minute.
+# Importing these modules once compiles all modules that services use, and then those that tests use in addition. If
+# PYTHONDONTWRITEBYTECODE is set, every start would otherwise compile PyTorch's sources again, which takes seconds;
+# compiling all installed modules would take a minute.
 IMPORTS = (
-    "import gpu_worker.__main__, scheduler.__main__, router.__main__, detokenizer.__main__, midstream.cli.__main__, "
-    "gpu_worker.models, transformers.models.llama.modeling_llama, torch._dynamo, torch.distributed"
+    "import gpu_worker.__main__, gpu_worker.model_runner, gpu_worker.worker, scheduler.__main__, router.__main__, "
+    "detokenizer.__main__, midstream.cli.__main__, gguf, safetensors.torch, torch.distributed"
 )
+IMPORTS_OF_TESTS = "import transformers.models.llama.modeling_llama, torch._dynamo"
 
 
 class SetupError(Exception):
@@ -148,7 +149,7 @@ def set_up(venv: Path, root: Path, *, with_tests: bool = False) -> None:
     pip = [python, "-m", "pip", "install", "--no-compile", "--constraint", str(root / "constraints.txt")]
     if with_tests:
         install = [*pip, "--no-build-isolation", "--editable", f"{root}[{TESTS}]"]
-        Steps(1, log).run("Install what tests and checks need", [install])
+        Steps(1, log).run("Install what tests and checks need", [install, [python, "-c", IMPORTS_OF_TESTS]])
         return
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     steps = Steps(4 if compiler else 3, log)
