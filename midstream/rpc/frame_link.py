@@ -1,7 +1,6 @@
-"""Client side of a connection that many requests share: it sends commands and receives batches.
+"""Client side of a frame connection that many requests share: it sends commands and receives batches.
 
-It is reopened whenever it breaks; subclasses then send their state again, or report a failure. A CommandStream uses
-frames if both sides support them, otherwise a gRPC stream.
+It is reopened whenever it breaks; subclasses then send their state again, or report a failure.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import AsyncMock
 
 import grpc.aio
@@ -18,8 +18,11 @@ from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
 from protos import detokenizer_pb2 as pb
 from protos.detokenizer_pb2_grpc import DetokenizerServicer, DetokenizerStub, add_DetokenizerServicer_to_server
-from protos.frames_pb2 import FramesOffer, OpenFramesRequest
-from protos.frames_pb2_grpc import add_FramesServicer_to_server
+from protos.frames_pb2 import FramesOffer, FramesPiece, OpenFramesRequest
+from protos.frames_pb2_grpc import FramesStub, add_FramesServicer_to_server
+
+if TYPE_CHECKING:
+    from protos.frames_pb2_grpc import FramesAsyncStub
 
 MAX_BYTES = 1 << 20
 WAIT_S = 60
@@ -226,6 +229,20 @@ async def test_a_call_with_an_unknown_token_is_rejected() -> None:
         with pytest.raises(OSError, match="rejected"):
             await frames.connect_within(channel, FramesOffer(token=bytes(16)), echo, max_message_bytes=MAX_BYTES)
         assert not echo.connections
+
+
+@pytest.mark.parametrize("data", [b"\0" * 64, b"\xff" * 64, b"\0\0\0\1\3"])
+async def test_garbage_within_a_call_ends_only_this_call(data: bytes) -> None:
+    async with serving() as (server, listener, _), grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        link = Link(f"127.0.0.1:{server.port}")
+        async with running(link):
+            await text_of(link)
+            call = cast("FramesAsyncStub", FramesStub(channel)).Tunnel()
+            await call.write(FramesPiece(data=data))
+            assert await asyncio.wait_for(call.read(), WAIT_S) is grpc.aio.EOF
+            link._send(attach(2))
+            assert await text_of(link) == (2, "")
+            assert len(listener.connections) == 1
 
 
 async def test_a_reader_that_stands_still_holds_back_what_is_written_within_a_call() -> None:

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
+import grpc.aio
+
 from midstream.config import SchedulerConfig
 from midstream.model.folder import ModelFolder
 from midstream.rpc import frames
@@ -51,16 +53,19 @@ class FeedReader:
         self._connection: FrameConnection | None = None
 
     @classmethod
-    async def open(cls, stub: Any, name: str = "d") -> Self:
-        """Open the feed of a scheduler, and say hello."""
-        reader = await cls.connect(stub)
+    async def open(cls, stub: Any, name: str = "d", channel: grpc.aio.Channel | None = None) -> Self:
+        """Open the feed of a scheduler, within a call over `channel` if it is given, and say hello."""
+        reader = await cls.connect(stub, channel)
         reader.send(hello=scheduler_pb2.FeedHello(detokenizer_id=name))
         return reader
 
     @classmethod
-    async def connect(cls, stub: Any) -> Self:
-        reader, offer = cls(), await stub.OpenTokenFeed(frames_pb2.OpenFramesRequest())
-        reader._connection = await frames.connect(offer, "127.0.0.1:1", reader, max_message_bytes=64 << 20)
+    async def connect(cls, stub: Any, channel: grpc.aio.Channel | None = None) -> Self:
+        reader, offer, max_bytes = cls(), await stub.OpenTokenFeed(frames_pb2.OpenFramesRequest()), 64 << 20
+        if channel is None:
+            reader._connection = await frames.connect(offer, "127.0.0.1:1", reader, max_message_bytes=max_bytes)
+        else:
+            reader._connection = await frames.connect_within(channel, offer, reader, max_message_bytes=max_bytes)
         return reader
 
     def attach(self, stream: int, request_id: str) -> None:
@@ -71,9 +76,10 @@ class FeedReader:
         self._connection.send(scheduler_pb2.FeedCommand(**command))
 
     async def read(self) -> scheduler_pb2.FeedBatch:
-        """Return the next batch."""
+        """Return the next batch. Raises ConnectionResetError if the feed has ended."""
         batch = await asyncio.wait_for(self._batches.get(), WAIT_S)
-        assert batch is not None, "the feed has ended"
+        if batch is None:
+            raise ConnectionResetError("the feed has ended")
         return batch
 
     def close(self) -> None:

@@ -37,8 +37,8 @@ class Feed:
         self.ended: dict[int, scheduler_pb2.FeedEnded] = {}
 
     @classmethod
-    async def open(cls, stub: Any, name: str = "detokenizer") -> Feed:
-        return cls(await FeedReader.open(stub, name))
+    async def open(cls, stub: Any, name: str = "detokenizer", channel: grpc.aio.Channel | None = None) -> Feed:
+        return cls(await FeedReader.open(stub, name, channel))
 
     async def read(self) -> None:
         batch = await self.reader.read()
