@@ -102,6 +102,7 @@ class ModelFolder:
         generation_config: The contents of generation_config.json, which recommends how to generate.
         has_head: Whether the weights include a head, or it is tied to the embedding. Without a head, as in most models
             for embeddings, the model has hidden states but cannot generate tokens.
+        copied_unix_s: Unix time at which config.json was written. The files do not say when the model was made.
     """
 
     path: Path
@@ -124,6 +125,7 @@ class ModelFolder:
     special_tokens: Mapping[str, str | None] = field(default_factory=dict)
     tokenizer_fingerprint: str = ""
     has_head: bool = True
+    copied_unix_s: int = 0
 
     @property
     def templates(self) -> str:
@@ -334,6 +336,7 @@ def _open_folder(path: Path) -> ModelFolder:
         weight_files=weight_files,
         generation_config=generation,
         has_head=_has_head(path, text, weight_files),
+        copied_unix_s=int((path / "config.json").stat().st_mtime),
         config=config,
     )
 

@@ -28,8 +28,6 @@ class Models:
     def __init__(self, model: ModelFolder, cells: Cells) -> None:
         self._model = model
         self._cells = cells
-        # The files do not say when a model was made, but when this copy was.
-        self._created_s = int((model.path / "config.json").stat().st_mtime)
         self._adapters: dict[str, loads_pb2.LoraInfo] = {}
         self._fresh_until = 0.0
 
@@ -84,8 +82,9 @@ class Models:
         return self._adapters
 
     def _card(self) -> dict[str, object]:
-        card = {"id": self._model.name, "object": "model", "created": self._created_s, "owned_by": "midstream"}
-        return {**card, "root": self._model.name, "parent": None, "max_model_len": self._model.max_sequence_length}
+        model = self._model
+        card = {"id": model.name, "object": "model", "created": model.copied_unix_s, "owned_by": "midstream"}
+        return {**card, "root": model.name, "parent": None, "max_model_len": model.max_sequence_length}
 
     def _adapter_card(self, adapter: loads_pb2.LoraInfo) -> dict[str, object]:
         root = adapter.path if Role.ADMIN in current_caller.get().roles else adapter.name
