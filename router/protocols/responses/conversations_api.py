@@ -102,7 +102,7 @@ class ConversationsApi:
 
         conversation_id = request.path_params["conversation_id"]
         await self._responses.settled(conversation_id)  # so that they follow the items of responses that have ended
-        await self._conversations.update(conversation_id, change)
+        await self._conversations.update(conversation_id, change, is_limited=True)
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"], "has_more": False}
         return JSONResponse({"object": "list", "data": items, **ends}, headers=ignored_header(ignored))
 

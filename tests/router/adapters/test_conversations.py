@@ -187,6 +187,28 @@ async def test_a_conversation_has_a_largest_size(client: openai.AsyncOpenAI) -> 
     assert len((await client.conversations.items.list(conversation.id)).data) == 3
 
 
+async def test_a_conversation_that_a_response_has_made_too_large_can_be_read_and_shortened(
+    cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer
+) -> None:
+    """The conversation has 3 MiB of at most 4 MiB; the response adds an input of 1 MiB."""
+    conversation = await client.conversations.create()
+    long: Any = {**HELLO, "note": "x" * (1 << 20)}  # the prompt does not have the note
+    for _ in range(3):
+        await client.conversations.items.create(conversation.id, items=[long])
+    call = client.responses.create(model="smollm2", input=[long], conversation=conversation.id)
+    first = await answered(cluster, call, tokenizer.encode("Hello."))
+    await client.responses.delete(first.id)
+    items = (await client.conversations.items.list(conversation.id, order="asc")).data
+    assert len(items) == 5
+    with pytest.raises(openai.BadRequestError, match="begin another one"):
+        await client.responses.create(model="smollm2", input="x", conversation=conversation.id)
+    for item in items[:2]:
+        await client.conversations.items.delete(str(item.id), conversation_id=conversation.id)
+    call = client.responses.create(model="smollm2", input="x", conversation=conversation.id)
+    await answered(cluster, call, tokenizer.encode("Yes."))
+    assert (await texts_of(client, conversation.id))[-1] == ("assistant", "Yes.")
+
+
 def test_responses_are_replaced_in_place_and_lost_ones_are_dropped() -> None:
     one: Item = {"id": "1"}
     two: Item = {"id": "2"}
