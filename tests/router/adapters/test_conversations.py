@@ -67,6 +67,14 @@ async def test_items_are_added_listed_retrieved_and_removed(client: openai.Async
     assert len((await client.conversations.items.list(conversation.id)).data) == 2
 
 
+async def test_the_output_of_a_call_can_be_added_after_the_call(client: openai.AsyncOpenAI) -> None:
+    conversation = await client.conversations.create(items=[HELLO, CALL])
+    added = await client.conversations.items.create(conversation.id, items=[RESULT])
+    assert [item.type for item in added.data] == ["function_call_output"]
+    with pytest.raises(openai.BadRequestError, match="no call 'd'"):
+        await client.conversations.items.create(conversation.id, items=[{**RESULT, "call_id": "d"}])
+
+
 async def test_responses_of_a_conversation_continue_it(
     cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer
 ) -> None:
