@@ -117,7 +117,7 @@ class ConversationsApi:
 
     async def _delete_item(self, request: Request) -> Response:
         conversation_id, item_id = request.path_params["conversation_id"], request.path_params["item_id"]
-        found, _ = await self._responses.settled(conversation_id)
+        found, _ = await self._responses.settled(conversation_id, must_store=True)
         _item(found, item_id)
 
         def change(conversation: StoredConversation) -> None:

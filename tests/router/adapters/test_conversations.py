@@ -217,6 +217,22 @@ async def test_a_conversation_that_a_response_has_made_too_large_can_be_read_and
     assert (await texts_of(client, conversation.id))[-1] == ("assistant", "Yes.")
 
 
+async def test_a_conversation_can_be_read_when_its_client_may_not_store_more(
+    cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation = await client.conversations.create(items=[{**HELLO, "note": "x" * (32 << 10)}])
+    call = client.responses.create(model="smollm2", input="Hi", conversation=conversation.id)
+    response = await answered(cluster, call, tokenizer.encode("Hello."))
+    with monkeypatch.context() as patched:
+        patched.setattr(cluster.scheduler, "_max_owner_bytes", 0)
+        said = [("user", "Hello"), ("user", "Hi"), ("assistant", "Hello.")]
+        assert await texts_of(client, conversation.id) == said
+        with pytest.raises(openai.RateLimitError):  # its items would be lost
+            await client.with_options(max_retries=0).responses.delete(response.id)
+    await client.responses.delete(response.id)
+    assert await texts_of(client, conversation.id) == said
+
+
 def test_responses_are_replaced_in_place_and_lost_ones_are_dropped() -> None:
     one: Item = {"id": "1"}
     two: Item = {"id": "2"}
