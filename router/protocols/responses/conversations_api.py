@@ -77,7 +77,12 @@ class ConversationsApi:
         return JSONResponse(found.view())
 
     async def _update(self, request: Request) -> Response:
-        _, metadata, _ = await self._bodies.read(request, lambda body: _read(body, "metadata"))
+        def read(body: Body) -> Mapping[str, object]:
+            if "metadata" not in body.fields:
+                raise InvalidArgumentError("must be set; null removes it", field="metadata")
+            return _read(body, "metadata")[1]
+
+        metadata = await self._bodies.read(request, read)
 
         def change(conversation: StoredConversation) -> None:
             conversation.metadata = metadata

@@ -156,6 +156,7 @@ async def test_invalid_calls_are_refused_by_field(client: openai.AsyncOpenAI) ->
         (create(items=[RESULT]), "items[0].call_id"),
         (create(metadata={"a": "x" * 513}), "metadata"),
         (create(extra_body={"name": "x"}), "name"),
+        (client.post(f"/conversations/{conversation.id}", body={}, cast_to=object), "metadata"),
         (add(conversation.id, items=[]), "items"),
         (add("conv_1", items=[HELLO]), "conversation"),
         (client.conversations.items.list(conversation.id, after="msg_1"), "after"),
