@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from midstream.errors import InvalidArgumentError, NotFoundError
+from midstream.errors import InvalidArgumentError, NotFoundError, UnsupportedError
 from router.authentication import current_caller
 from router.pipeline.idempotency import HEADER, check_key
 from router.protocols.batches.files import new_id
@@ -150,7 +150,7 @@ def _read(body: Body, *known: str, earlier: Sequence[Item] = ()) -> tuple[list[I
         # Items are those of the input of responses.
         try:
             ignored += check_fields(Body({"input": [item.fields]}), RESPONSES, RESPONSES_TYPES, RESPONSES_OPAQUE)
-        except InvalidArgumentError as error:
+        except (InvalidArgumentError, UnsupportedError) as error:
             raise type(error)(error.message, field=error.field.replace("input[0]", f"items[{index}]", 1)) from None
         items.append(_new(item.fields))
     turns = Turns(True)
