@@ -57,6 +57,7 @@ class Rows:
         temperature, top_k, top_p, min_p, seeds: Fields of `sampling` as vectors.
         sequence_indices: int32 [num_rows].
         occupancies: int32 [num_rows]; incremented whenever the row gets another sequence.
+        banned: For each row with allowed tokens, whether each token is another one: [vocab_size].
         features: uint16 [num_rows]; the `Feature` bits that the row's parameters require.
         failed: Errors of rows that cannot run, by row.
     """
@@ -72,6 +73,7 @@ class Rows:
         self.outputs: list[OutputParams] = []
         self.guides: list[GuideState | None] = []
         self.post_processors: dict[int, tuple[str, str, str]] = {}
+        self.banned: dict[int, NDArray[np.bool_]] = {}
         self.tokens = np.zeros((0, max_sequence_length), dtype=np.int32)
         self.block_tables = np.zeros((0, -(-max_sequence_length // tokens_per_block)), dtype=np.int32)
         self.lengths, self.prompt_lengths, self.num_given, self.num_blocks = _ints(), _ints(), _ints(), _ints()
@@ -115,6 +117,10 @@ class Rows:
         self.outputs[row] = new.outputs
         self.guides[row] = GuideState(new.guide) if new.guide is not None else None
         self.features[row] = features_of(new)
+        self.banned.pop(row, None)
+        if sampling.allowed_token_ids:
+            self.banned[row] = np.ones(self._vocab_size, dtype=np.bool_)
+            self.banned[row][list(sampling.allowed_token_ids)] = False
         if new.post_processor:
             self.post_processors[row] = (new.post_processor, new.client_id, new.request_id)
 
@@ -151,6 +157,8 @@ class Rows:
         self.guides[target] = GuideState(guide.guide) if guide is not None else None
         if source in self.post_processors:
             self.post_processors[target] = self.post_processors[source]
+        if source in self.banned:
+            self.banned[target] = self.banned[source]
         self.failed.pop(target, None)
         if source in self.failed:
             self.failed[target] = self.failed[source]

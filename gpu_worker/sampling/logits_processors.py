@@ -190,8 +190,7 @@ def _ban_ngrams(logits: Tensor, state: Rows, rows: IntArray, places: list[int], 
 
 def _ban_others(logits: Tensor, state: Rows, rows: IntArray, places: list[int], before: Before | None) -> None:
     for i in places:
-        is_banned = np.ones(logits.shape[1], dtype=bool)
-        is_banned[list(state.sampling[rows[i]].allowed_token_ids)] = False
+        is_banned = state.banned[int(rows[i])]
         if before is None:  # always on a GPU, to which a mask is sent faster than indices
             logits[i].masked_fill_(send(is_banned, logits.device), -torch.inf)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,21 @@ def test_virtual_tokens_of_a_prompt_are_skipped() -> None:
     rows.tokens[0, :2] = [VOCAB_SIZE, 3]
     logits = torch.ones(1, VOCAB_SIZE)
     assert steered(logits, rows)[0].isinf().nonzero().flatten().tolist() == [3]
+
+
+def test_a_long_list_of_allowed_tokens_is_not_read_again_in_each_step() -> None:
+    class Ids(tuple[int, ...]):
+        num_reads = 0
+
+        def __iter__(self) -> Iterator[int]:
+            Ids.num_reads += 1
+            return super().__iter__()
+
+    rows = make_rows([[1, 2]], [SamplingParams(allowed_token_ids=Ids((3, 5)))])
+    num_reads = Ids.num_reads
+    for _ in range(2):
+        assert steered(torch.ones(1, VOCAB_SIZE), rows)[0].isfinite().nonzero().flatten().tolist() == [3, 5]
+    assert Ids.num_reads == num_reads
 
 
 def test_only_allowed_tokens_remain_as_if_all_others_were_suppressed_in_transformers() -> None:

@@ -133,7 +133,7 @@ class FilesApi:
 def checked_ttl(value: object, field: str) -> int:
     """Parse a lifetime in seconds. Raises InvalidArgumentError if it is not in the range that OpenAI allows."""
     text = str(value)
-    if not (text.isascii() and text.isdigit() and MIN_TTL_S <= int(text[:9]) <= MAX_TTL_S):
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and MIN_TTL_S <= int(text) <= MAX_TTL_S):
         raise InvalidArgumentError(f"must be in {MIN_TTL_S}..{MAX_TTL_S}", field=field)
     return int(text)
 

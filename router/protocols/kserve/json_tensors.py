@@ -258,11 +258,17 @@ def _set_parameter(parameter: pb.InferParameter, value: object, field: str) -> N
 
 
 def _flat(data: object) -> Iterator[object]:
-    if isinstance(data, list):
-        for item in data:
-            yield from _flat(item)
-    elif data is not None:
-        yield data
+    """Yield the elements of nested lists, each in the same time however deep it is."""
+    open_lists = [iter((data,))]
+    while open_lists:
+        for item in open_lists[-1]:
+            if isinstance(item, list):
+                open_lists.append(iter(item))
+                break
+            if item is not None:
+                yield item
+        else:
+            open_lists.pop()
 
 
 def _sizes(data: object) -> tuple[int, ...]:

@@ -48,6 +48,8 @@ _CONTENTS = {
     "BYTES": "bytes_contents",
 }
 _RAW_ONLY = {"FP16": 2, "BF16": 2}
+# The product of thousands of sizes would take minutes.
+_MAX_DIMENSIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,8 @@ def parse_inputs(request: pb.ModelInferRequest) -> dict[str, InputTensor]:
 
 
 def _parse(item: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> InputTensor:
+    if len(item.shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"has {len(item.shape)} dimensions; must have at most {_MAX_DIMENSIONS}")
     shape, datatype = tuple(item.shape), item.datatype
     if any(size < 0 for size in shape):
         raise ValueError("a size in its shape is negative")

@@ -154,7 +154,7 @@ def _fill_bias(bias: object, sampling: pb.SamplingConfig) -> None:
     if not isinstance(bias, dict):
         raise InvalidArgumentError("must be an object", field="logit_bias")
     for key, value in bias.items():
-        if not (key.isascii() and key.isdigit() and int(key[:11]) < 1 << 32):
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < 1 << 32):
             raise InvalidArgumentError(f"{key[:32]!r} is not a token id", field="logit_bias")
         if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
             raise InvalidArgumentError("must be in -100..100", field=f"logit_bias.{key}")

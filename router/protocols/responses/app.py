@@ -18,7 +18,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from midstream.chunk import Chunk, Usage
-from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, OutOfRangeError, UnavailableError
+from midstream.errors import (
+    InvalidArgumentError,
+    MidstreamError,
+    NotFoundError,
+    OutOfRangeError,
+    OverloadedError,
+    UnavailableError,
+)
 from protos import generation_pb2 as pb
 from protos import scheduler_pb2
 from router.pipeline.generation import FrontDoor, Output
@@ -184,7 +191,7 @@ class ResponsesApi:
         stored = await self._stored(request.path_params["response_id"])
         if stored.conversation_id:  # its items remain there
             with contextlib.suppress(NotFoundError):
-                await self.settled(stored.conversation_id)
+                await self.settled(stored.conversation_id, must_store=True)
         await self._kept.delete(stored.response_id)
         return JSONResponse({"id": stored.response_id, "object": "response", "deleted": True})
 
@@ -201,9 +208,10 @@ class ResponsesApi:
         stored = await self._stored(request.path_params["response_id"])
         return JSONResponse(item_page(_input_of(stored), request.query_params))
 
-    async def settled(self, conversation_id: str) -> tuple[StoredConversation, int]:
+    async def settled(self, conversation_id: str, *, must_store: bool = False) -> tuple[StoredConversation, int]:
         """Return a conversation, in which the responses that have ended are replaced by their items, and its version.
-        Raises NotFoundError if there is none with this id.
+        Raises NotFoundError if there is none with this id, or, if `must_store`, OverloadedError if the client stores
+        too much to store the items there.
         """
         found, version = await self.conversations.get(conversation_id)
         items: dict[str, list[Item]] = {}
@@ -219,7 +227,13 @@ class ResponsesApi:
                 items[entry.response_id] = [*_input_of(stored), *writer.items]
         if not items:
             return found, version
-        await self.conversations.update(conversation_id, lambda conversation: conversation.settle(items))
+        try:
+            await self.conversations.update(conversation_id, lambda conversation: conversation.settle(items))
+        except OverloadedError:
+            if must_store:
+                raise
+            found.settle(items)
+            return found, version
         return await self.conversations.get(conversation_id)
 
     async def _preceding(self, body: Body, response_id: str = "") -> tuple[list[Item], str, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from midstream.errors import InvalidArgumentError, NotFoundError
 from router.authentication import current_caller
@@ -111,45 +111,54 @@ class Conversations:
     """The conversations of the caller."""
 
     def __init__(self, documents: ClientDocuments, ttl_s: int, max_bytes: int) -> None:
-        """A conversation is stored for `ttl_s` after its last change, and has at most `max_bytes` of JSON."""
+        """A conversation is stored for `ttl_s` after its last change. Nothing is added to one that would then have more
+        than `max_bytes` of JSON, except the items of responses that were entered before.
+        """
         self.documents = documents
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
 
     async def create(self, cell: Cell, conversation: StoredConversation) -> None:
-        """Store a new conversation, unless one with its id exists."""
-        await self._put(cell, conversation, 0)
+        """Store a new conversation, unless one with its id exists. Raises InvalidArgumentError if it is too large."""
+        await self._put(cell, conversation.id, self._limited(_encode(conversation)), 0)
 
     async def get(self, conversation_id: str) -> tuple[StoredConversation, int]:
         """Return a conversation and its version. Raises NotFoundError if there is none with this id."""
         _, found, version = await self._get(conversation_id)
         return found, version
 
-    async def update(self, conversation_id: str, change: Callable[[StoredConversation], None]) -> StoredConversation:
+    async def update(
+        self, conversation_id: str, change: Callable[[StoredConversation], None], *, is_limited: bool = False
+    ) -> StoredConversation:
         """Apply `change`, and return the conversation. `change` must be idempotent: it is called again if another
-        change was stored first. Raises the errors of `get` and of `change`, or InvalidArgumentError if the conversation
-        would be too large.
+        change was stored first. Raises the errors of `get` and of `change`, or, if `is_limited`, InvalidArgumentError
+        if the conversation would be too large.
         """
         while True:
             cell, found, version = await self._get(conversation_id)
-            before = asdict(found)
+            before = _encode(found)
             change(found)
-            if asdict(found) == before or await self._put(cell, found, version):
+            data = _encode(found)
+            if data == before:
+                return found
+            if await self._put(cell, conversation_id, self._limited(data) if is_limited else data, version):
                 return found
 
     async def enter(self, conversation_id: str, response_id: str, version: int) -> bool:
         """Add a response to a conversation; return whether it was not there.
 
         Raises:
-            InvalidArgumentError: The conversation has changed since `version`.
+            InvalidArgumentError: The conversation has changed since `version`, or is too large to be continued.
         """
         cell, found, current = await self._get(conversation_id)
         if found.has(response_id):
             return False
         found.entries.append(Entry(None, response_id, time.time()))
+        data = self._limited(_encode(found))
         # A put whose answer was lost is repeated, and then returns 0 although it was stored.
         if current == version and (
-            await self._put(cell, found, version) or (await self.get(conversation_id))[0].has(response_id)
+            await self._put(cell, conversation_id, data, version)
+            or (await self.get(conversation_id))[0].has(response_id)
         ):
             return True
         raise InvalidArgumentError("was changed at the same time; make the call again", field="conversation")
@@ -171,12 +180,24 @@ class Conversations:
         entries = [Entry(**entry) for entry in fields.pop("entries")]
         return found.cell, StoredConversation(**fields, entries=entries), found.version
 
-    async def _put(self, cell: Cell, conversation: StoredConversation, version: int) -> int:
-        data = json.dumps(asdict(conversation)).encode()
+    async def _put(self, cell: Cell, conversation_id: str, data: bytes, version: int) -> int:
+        owner, expires_ns = current_caller.get().owner, time.time_ns() + self._ttl_s * _NS_PER_S
+        return await self.documents.put(
+            cell, _KIND, owner, conversation_id, data, expires_ns=expires_ns, if_version=version
+        )
+
+    def _limited(self, data: bytes) -> bytes:
+        """Return the JSON of a conversation to which a client adds. Raises InvalidArgumentError if it is too large."""
         if len(data) > self._max_bytes:
             reason = f"would have {len(data)} bytes; must have at most {self._max_bytes}: begin another one"
             raise InvalidArgumentError(reason, field="conversation")
-        owner, expires_ns = current_caller.get().owner, time.time_ns() + self._ttl_s * _NS_PER_S
-        return await self.documents.put(
-            cell, _KIND, owner, conversation.id, data, expires_ns=expires_ns, if_version=version
-        )
+        return data
+
+
+def _encode(conversation: StoredConversation) -> bytes:
+    entries = [
+        {"item": entry.item, "response_id": entry.response_id, "added_at": entry.added_at}
+        for entry in conversation.entries
+    ]
+    fields = {"id": conversation.id, "created_at": conversation.created_at, "metadata": dict(conversation.metadata)}
+    return json.dumps({**fields, "entries": entries}).encode()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from midstream.errors import InvalidArgumentError, NotFoundError
+from midstream.errors import InvalidArgumentError, NotFoundError, UnsupportedError
 from router.authentication import current_caller
 from router.pipeline.idempotency import HEADER, check_key
 from router.protocols.batches.files import new_id
@@ -77,7 +77,12 @@ class ConversationsApi:
         return JSONResponse(found.view())
 
     async def _update(self, request: Request) -> Response:
-        _, metadata, _ = await self._bodies.read(request, lambda body: _read(body, "metadata"))
+        def read(body: Body) -> Mapping[str, object]:
+            if "metadata" not in body.fields:
+                raise InvalidArgumentError("must be set; null removes it", field="metadata")
+            return _read(body, "metadata")[1]
+
+        metadata = await self._bodies.read(request, read)
 
         def change(conversation: StoredConversation) -> None:
             conversation.metadata = metadata
@@ -91,7 +96,10 @@ class ConversationsApi:
         return JSONResponse({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
     async def _add(self, request: Request) -> Response:
-        items, _, ignored = await self._bodies.read(request, lambda body: _read(body, "items"))
+        conversation_id = request.path_params["conversation_id"]
+        # So that they follow the items of responses that have ended, and may be the outputs of their calls.
+        known, _ = await self._responses.settled(conversation_id)
+        items, _, ignored = await self._bodies.read(request, lambda body: _read(body, "items", earlier=known.items))
         if not items:
             raise InvalidArgumentError("must not be empty", field="items")
         ids = {item["id"] for item in items}
@@ -100,9 +108,7 @@ class ConversationsApi:
             if not ids & {item["id"] for item in conversation.items}:
                 conversation.entries += [Entry(item) for item in items]
 
-        conversation_id = request.path_params["conversation_id"]
-        await self._responses.settled(conversation_id)  # so that they follow the items of responses that have ended
-        await self._conversations.update(conversation_id, change)
+        await self._conversations.update(conversation_id, change, is_limited=True)
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"], "has_more": False}
         return JSONResponse({"object": "list", "data": items, **ends}, headers=ignored_header(ignored))
 
@@ -116,7 +122,7 @@ class ConversationsApi:
 
     async def _delete_item(self, request: Request) -> Response:
         conversation_id, item_id = request.path_params["conversation_id"], request.path_params["item_id"]
-        found, _ = await self._responses.settled(conversation_id)
+        found, _ = await self._responses.settled(conversation_id, must_store=True)
         _item(found, item_id)
 
         def change(conversation: StoredConversation) -> None:
@@ -127,9 +133,9 @@ class ConversationsApi:
         return JSONResponse((await self._conversations.update(conversation_id, change)).view())
 
 
-def _read(body: Body, *known: str) -> tuple[list[Item], Mapping[str, object], list[str]]:
-    """Return the items and the metadata of a body, and the fields that have no effect. Raises InvalidArgumentError or
-    UnsupportedError if a field is not `known`, or invalid.
+def _read(body: Body, *known: str, earlier: Sequence[Item] = ()) -> tuple[list[Item], Mapping[str, object], list[str]]:
+    """Return the items and the metadata of a body, and the fields that have no effect. The items may be outputs of
+    calls in `earlier` ones. Raises InvalidArgumentError or UnsupportedError if a field is not `known`, or invalid.
     """
     for name in body.fields:
         if name not in known:
@@ -144,10 +150,12 @@ def _read(body: Body, *known: str) -> tuple[list[Item], Mapping[str, object], li
         # Items are those of the input of responses.
         try:
             ignored += check_fields(Body({"input": [item.fields]}), RESPONSES, RESPONSES_TYPES, RESPONSES_OPAQUE)
-        except InvalidArgumentError as error:
+        except (InvalidArgumentError, UnsupportedError) as error:
             raise type(error)(error.message, field=error.field.replace("input[0]", f"items[{index}]", 1)) from None
         items.append(_new(item.fields))
-    Turns(True).add(body.objects("items"))
+    turns = Turns(True)
+    turns.expect(earlier)
+    turns.add(body.objects("items"))
     return items, metadata, [name.replace("input", "items", 1) for name in dict.fromkeys(ignored)]
 
 

@@ -95,6 +95,10 @@ class Turns:
     _is_open: bool = False  # the last turn is the assistant's, and items may be added to it
     _has_output: dict[str, bool] = field(default_factory=dict)  # by the id of a call
 
+    def expect(self, items: Iterable[Item]) -> None:
+        """Accept outputs of the calls in earlier items, which are not added."""
+        self._has_output |= {str(item["call_id"]): True for item in items if str(item["type"]).endswith("_call")}
+
     def add(self, items: Iterable[Body]) -> None:
         """Convert input items to chat messages and append them to the turns. Raises InvalidArgumentError if an item is
         invalid, or UnsupportedError if a kind of item or content is not supported.

@@ -20,6 +20,7 @@ from router.pipeline.client_documents import ClientDocument, ClientDocuments
 from router.protocols.batches import lease
 from router.protocols.batches.batch import Batch, Batches
 from router.protocols.batches.files import FileInfo, Files
+from router.protocols.batches.files_api import checked_ttl
 from router.protocols.batches.lease import Lease, Leases
 from router.protocols.batches.lines import Line, Outcome, answered, check_lines, read_line
 from router.protocols.batches.upload import Form
@@ -410,3 +411,10 @@ async def test_the_queue_of_a_scheduler_that_is_gone_is_forgotten() -> None:
     del old
     assert await leases.take(cast("Cell", new), set(), 1) == []
     assert known() is None
+
+
+@pytest.mark.parametrize("seconds", ["3599", "2592001", "000086400" + "0" * 5000, "1e5", "", None])
+def test_a_lifetime_is_a_whole_number_in_range(seconds: object) -> None:
+    assert checked_ttl("86400", "seconds") == 86400
+    with pytest.raises(InvalidArgumentError, match="must be in"):
+        checked_ttl(seconds, "seconds")

@@ -67,6 +67,14 @@ async def test_items_are_added_listed_retrieved_and_removed(client: openai.Async
     assert len((await client.conversations.items.list(conversation.id)).data) == 2
 
 
+async def test_the_output_of_a_call_can_be_added_after_the_call(client: openai.AsyncOpenAI) -> None:
+    conversation = await client.conversations.create(items=[HELLO, CALL])
+    added = await client.conversations.items.create(conversation.id, items=[RESULT])
+    assert [item.type for item in added.data] == ["function_call_output"]
+    with pytest.raises(openai.BadRequestError, match="no call 'd'"):
+        await client.conversations.items.create(conversation.id, items=[{**RESULT, "call_id": "d"}])
+
+
 async def test_responses_of_a_conversation_continue_it(
     cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer
 ) -> None:
@@ -145,9 +153,11 @@ async def test_invalid_calls_are_refused_by_field(client: openai.AsyncOpenAI) ->
         (create(items=[HELLO] * 21), "items"),
         (create(items=[{**HELLO, "role": "x"}]), "items[0].role"),
         (create(items=[HELLO, {"type": "item_reference", "id": "msg_1"}]), "items[1].type"),
+        (create(items=[HELLO, {"type": "computer_call", "id": "x"}]), "items[1].type"),
         (create(items=[RESULT]), "items[0].call_id"),
         (create(metadata={"a": "x" * 513}), "metadata"),
         (create(extra_body={"name": "x"}), "name"),
+        (client.post(f"/conversations/{conversation.id}", body={}, cast_to=object), "metadata"),
         (add(conversation.id, items=[]), "items"),
         (add("conv_1", items=[HELLO]), "conversation"),
         (client.conversations.items.list(conversation.id, after="msg_1"), "after"),
@@ -159,7 +169,7 @@ async def test_invalid_calls_are_refused_by_field(client: openai.AsyncOpenAI) ->
     for call, param in cases:
         with pytest.raises(openai.APIStatusError) as raised:
             await call
-        assert (raised.value.status_code in (400, 404), raised.value.param) == (True, param)
+        assert (raised.value.status_code in (400, 404, 501), raised.value.param) == (True, param)
 
 
 async def test_only_the_owner_finds_a_conversation(cluster: Cluster, tmp_path: Path) -> None:
@@ -185,6 +195,44 @@ async def test_a_conversation_has_a_largest_size(client: openai.AsyncOpenAI) -> 
         await client.conversations.items.create(conversation.id, items=[long])
     assert refused.value.param == "conversation"
     assert len((await client.conversations.items.list(conversation.id)).data) == 3
+
+
+async def test_a_conversation_that_a_response_has_made_too_large_can_be_read_and_shortened(
+    cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer
+) -> None:
+    """The conversation has 3 MiB of at most 4 MiB; the response adds an input of 1 MiB."""
+    conversation = await client.conversations.create()
+    long: Any = {**HELLO, "note": "x" * (1 << 20)}  # the prompt does not have the note
+    for _ in range(3):
+        await client.conversations.items.create(conversation.id, items=[long])
+    call = client.responses.create(model="smollm2", input=[long], conversation=conversation.id)
+    first = await answered(cluster, call, tokenizer.encode("Hello."))
+    await client.responses.delete(first.id)
+    items = (await client.conversations.items.list(conversation.id, order="asc")).data
+    assert len(items) == 5
+    with pytest.raises(openai.BadRequestError, match="begin another one"):
+        await client.responses.create(model="smollm2", input="x", conversation=conversation.id)
+    for item in items[:2]:
+        await client.conversations.items.delete(str(item.id), conversation_id=conversation.id)
+    call = client.responses.create(model="smollm2", input="x", conversation=conversation.id)
+    await answered(cluster, call, tokenizer.encode("Yes."))
+    assert (await texts_of(client, conversation.id))[-1] == ("assistant", "Yes.")
+
+
+async def test_a_conversation_can_be_read_when_its_client_may_not_store_more(
+    cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation = await client.conversations.create(items=[{**HELLO, "note": "x" * (32 << 10)}])
+    call = client.responses.create(model="smollm2", input="Hi", conversation=conversation.id)
+    response = await answered(cluster, call, tokenizer.encode("Hello."))
+    with monkeypatch.context() as patched:
+        patched.setattr(cluster.scheduler, "_max_owner_bytes", 0)
+        said = [("user", "Hello"), ("user", "Hi"), ("assistant", "Hello.")]
+        assert await texts_of(client, conversation.id) == said
+        with pytest.raises(openai.RateLimitError):  # its items would be lost
+            await client.with_options(max_retries=0).responses.delete(response.id)
+    await client.responses.delete(response.id)
+    assert await texts_of(client, conversation.id) == said
 
 
 def test_responses_are_replaced_in_place_and_lost_ones_are_dropped() -> None:

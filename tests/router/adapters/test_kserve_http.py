@@ -180,6 +180,14 @@ def test_elements_are_packed_as_they_are_unpacked(datatype: str, values: list[An
         assert found == values
 
 
+def test_elements_may_be_nested_deeply() -> None:
+    """Each takes the same time however deep it is; with recursion, it would take time for each level."""
+    data: list[Any] = [1, [2], 3]
+    for _ in range(5000):
+        data = [data]
+    assert list(unpack("INT32", pack("t", "INT32", data))) == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("datatype", "data", "error"),
     [

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import cast
 
 import numpy as np
+import pytest
 
+from midstream.errors import InvalidArgumentError
 from protos import generation_pb2 as pb
 from protos import kserve_pb2
 from router.pipeline.prompt import PromptBuilder, PromptOptions
@@ -28,6 +30,18 @@ def test_a_prompt_table_comes_typed_or_raw() -> None:
         tensor = parse_inputs(infer)["prompt_embedding_table"].row(0, 1)
         INPUTS[tensor.name].fill(native, tensor)
         assert native.prompt_tuning.table == expected
+
+
+def test_a_tensor_has_few_dimensions() -> None:
+    """So that a request cannot make the router multiply thousands of sizes."""
+    for num_dimensions, is_refused in ((8, False), (9, True)):
+        infer = kserve_pb2.ModelInferRequest()
+        infer.inputs.add(name="t", datatype="INT32", shape=[1] * num_dimensions).contents.int_contents.append(5)
+        if is_refused:
+            with pytest.raises(InvalidArgumentError, match="t: has 9 dimensions; must have at most 8"):
+                parse_inputs(infer)
+        else:
+            assert list(parse_inputs(infer)["t"].values) == [5]
 
 
 def test_each_response_of_a_stream_describes_its_own_outputs() -> None:

@@ -258,6 +258,7 @@ async def test_a_wrong_field_is_named(router: Part) -> None:
         ({"suffix": "x"}, 400, "suffix"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ({"logit_bias": {"0" * 11 + "9" * 11: 1}}, 400, "logit_bias"),
         ({"allowed_token_ids": []}, 400, "allowed_token_ids"),
         ({"allowed_token_ids": ["5"]}, 400, "allowed_token_ids"),
         ({"allowed_token_ids": [1 << 20]}, 400, "allowed_token_ids"),
