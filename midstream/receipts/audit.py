@@ -8,6 +8,7 @@ on more than the tokens before (beams, grammars, post-processors) are run withou
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import hashlib
 import uuid
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from midstream.chunk import finish_reason_from_proto
 from midstream.client import AsyncClient
 from midstream.client.result import Result
-from midstream.errors import MidstreamError, ReceiptError, UnsupportedError
+from midstream.errors import MidstreamError, ReceiptError, UnavailableError, UnsupportedError
 from midstream.extras import LogProbs
 from midstream.receipts.digests import PROMPT, log_probs_digest
 from midstream.receipts.evidence import Evidence
@@ -29,6 +30,8 @@ from protos import receipts_pb2
 _NUM_DRAFTS = 16
 _NUM_TOP = 20
 _LOWEST_PRIORITY = -100
+# How often an audit waits for weights to be hashed, and for how long each time.
+_MAX_WAITS, _WAIT_S = 60, 1.0
 _STOPPED = (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH)
 
 
@@ -109,6 +112,7 @@ class Auditor:
         self._client, self._keys = client, keys
         self._own_keys: dict[str, ReceiptKey] = {}
         self._template = ""
+        self._num_waits = 0  # for hashed weights
 
     async def open(self) -> None:
         """Ask for the service's own keys, with which it signs what it computes for the audit, and its template."""
@@ -136,8 +140,7 @@ class Auditor:
         if not statement.body.model or not any(evidence.outputs):
             return unchecked("no token was computed")
         try:
-            result = await self._run(evidence, statement)
-            ours = check_receipt(receipt_of(result), self._own_keys)
+            result, ours = await self._run_hashed(evidence, statement)
         except MidstreamError as error:
             return unchecked(f"the service cannot run the request: {error}")
         differing = differing_leaves(statement, ours)
@@ -156,6 +159,20 @@ class Auditor:
         except MidstreamError:
             return evidence
         return known if known.receipt.body == evidence.receipt.body else evidence
+
+    async def _run_hashed(self, evidence: Evidence, statement: Statement) -> tuple[Result, Statement]:
+        """Compute an answer again, and once more as long as only the complete identity of the weights is missing: a
+        worker hashes them after its start. Raises UnavailableError if that takes too long.
+        """
+        while True:
+            result = await self._run(evidence, statement)
+            ours = check_receipt(receipt_of(result), self._own_keys)
+            if "weights" in ours.leaves or differing_leaves(statement, ours) != ["weights"]:
+                return result, ours
+            if self._num_waits >= _MAX_WAITS:
+                raise UnavailableError("its weights are not hashed yet; try again later")
+            self._num_waits += 1
+            await asyncio.sleep(_WAIT_S)
 
     async def _run(self, evidence: Evidence, statement: Statement) -> Result:
         outputs = evidence.outputs or []

@@ -153,11 +153,13 @@ async def relay(
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: asyncio.Event) -> None:
     with contextlib.suppress(OSError):
-        while data := await reader.read(64 << 10):
-            await gate.wait()
-            writer.write(data)
-            await writer.drain()
-        writer.close()
+        try:
+            while data := await reader.read(64 << 10):
+                await gate.wait()
+                writer.write(data)
+                await writer.drain()
+        finally:
+            writer.close()  # also if the test ends first
         await writer.wait_closed()
 
 

@@ -203,6 +203,43 @@ async def test_an_answer_of_another_model_cannot_be_checked(client: AsyncClient,
     assert finding.reason
 
 
+async def test_an_audit_waits_until_the_weights_are_hashed(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker hashes its weights after its start; its first answers do not state their complete identity."""
+    evidence, _ = await answered(client, "greedy", num_tokens=3)
+    assert evidence.outputs is not None
+    body = receipts_pb2.ReceiptBody.FromString(evidence.receipt.body)
+    model = receipts_pb2.ModelIdentity.FromString(body.model)
+    leaves = {item.name: item.digest for item in model.leaves if item.name != "weights"}
+    hashed, not_yet = (
+        model_identity([*known.items()], model.arithmetic).SerializeToString()
+        for known in (leaves | {"weights": "root"}, leaves)
+    )
+    auditor = await auditor_of(client, LIES)
+    auditor._own_keys = LIES
+    run, models, num_runs = auditor._run, [not_yet, not_yet, hashed], 0
+
+    async def run_as_worker_that_hashes(*arguments: Any) -> Result:
+        nonlocal num_runs
+        result = await run(*arguments)
+        assert result.receipt is not None
+        outputs = [sequence.token_ids for sequence in result.sequences]
+        result.receipt = lie(Evidence(result.receipt, b"", None), outputs, model=models[min(num_runs, 2)]).receipt
+        num_runs += 1
+        return result
+
+    monkeypatch.setattr(auditor, "_run", run_as_worker_that_hashes)
+    monkeypatch.setattr("midstream.receipts.audit._WAIT_S", 0.0)
+    finding = await auditor.audit(lie(evidence, evidence.outputs, model=hashed))
+    assert (finding.verdict, num_runs) == (Verdict.PROVED, 3)
+    models[2], num_runs = not_yet, 0
+    monkeypatch.setattr("midstream.receipts.audit._MAX_WAITS", 3)
+    finding = await auditor.audit(lie(evidence, evidence.outputs, model=hashed))
+    assert (finding.verdict, num_runs) == (Verdict.UNCHECKED, 2)
+    assert finding.reason == "the service cannot run the request: its weights are not hashed yet; try again later"
+
+
 @pytest.mark.parametrize("kind", ["lora", "prompt_tuning"])
 async def test_an_answer_with_an_adapter_is_proved_until_the_adapter_is_swapped(
     client: AsyncClient, tmp_path: Path, kind: str
