@@ -157,7 +157,9 @@ async def serve(config: RouterConfig) -> None:
     kserve = add_servicers(server, front, status, router_id, chat.tokens)
     bodies = BodyReader(BodyBudget(max_body_bytes(folder, config.max_body_bytes, config.max_message_bytes)))
     kept = KeptRequests(cells)
-    conversations = Conversations(ClientDocuments(cells), config.response_ttl_s, bodies.max_bytes)
+    conversations = Conversations(
+        ClientDocuments(cells), config.response_ttl_s, bodies.max_bytes, config.unavailable_timeout_s
+    )
     responses = ResponsesApi(front, bodies, chat, kept, conversations, config.response_ttl_s)
     pages = OpenAiApi(front, metrics, progress.problems, bodies, chat, kept, progress.stalled).app()
     batches = batch_service(config, pages, cells, bodies, server.leaving, metrics, authenticator.owner)

@@ -47,7 +47,7 @@ from router.protocols.openai.endpoints import (
 )
 from router.protocols.openai.errors import error_body
 from router.protocols.openai.models import Models
-from router.protocols.responses.conversations import Conversations, StoredConversation, is_lost
+from router.protocols.responses.conversations import Conversations, StoredConversation
 from router.protocols.responses.items import Item, item_page, listed, owner_of, references
 from router.protocols.responses.log_probs import TokenLogProbs
 from router.protocols.responses.request import ResponseJob, conversation_id_of, previous_id, read_response
@@ -219,7 +219,7 @@ class ResponsesApi:
             try:
                 stored = await self._stored(entry.response_id)
             except NotFoundError:
-                if is_lost(entry, time.time()):
+                if self.conversations.is_lost(entry, time.time()):
                     items[entry.response_id] = []
                 continue
             if stored.has_finished:

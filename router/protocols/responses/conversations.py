@@ -20,7 +20,7 @@ from router.protocols.responses.items import Item
 PREFIX = "conv_"
 _KIND = "conversation"
 _NS_PER_S = 1_000_000_000
-# A response that is not found this long after it was entered has never run.
+# A response that is not found this long after it was entered has never run, unless calls are repeated for longer.
 _MISSING_S = 60
 
 
@@ -102,21 +102,24 @@ class StoredConversation:
         self.entries = entries
 
 
-def is_lost(entry: Entry, now: float) -> bool:
-    """Return whether a response that does not exist at a time (Unix) will never exist."""
-    return now - entry.added_at > _MISSING_S
-
-
 class Conversations:
     """The conversations of the caller."""
 
-    def __init__(self, documents: ClientDocuments, ttl_s: int, max_bytes: int) -> None:
+    def __init__(
+        self, documents: ClientDocuments, ttl_s: int, max_bytes: int, unavailable_timeout_s: float = 0.0
+    ) -> None:
         """A conversation is stored for `ttl_s` after its last change. Nothing is added to one that would then have more
-        than `max_bytes` of JSON, except the items of responses that were entered before.
+        than `max_bytes` of JSON, except the items of responses that were entered before. Calls of schedulers are
+        repeated for `unavailable_timeout_s`.
         """
+        self._missing_s = max(_MISSING_S, 2 * unavailable_timeout_s)
         self.documents = documents
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
+
+    def is_lost(self, entry: Entry, now: float) -> bool:
+        """Return whether a response that does not exist at a time (Unix) will never exist."""
+        return now - entry.added_at > self._missing_s
 
     async def create(self, cell: Cell, conversation: StoredConversation) -> None:
         """Store a new conversation, unless one with its id exists. Raises InvalidArgumentError if it is too large."""

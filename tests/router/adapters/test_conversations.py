@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from midstream.errors import InvalidArgumentError
 from midstream.model.tokenizer import Tokenizer
 from router.authentication import Authenticator, TokenFile
-from router.protocols.responses.conversations import Entry, StoredConversation, is_lost
+from router.protocols.responses.conversations import Conversations, Entry, StoredConversation
 from router.protocols.responses.items import Item
 from tests.router.adapters.clients import client_of
 from tests.router.adapters.test_responses import answered, events_of, write
@@ -249,4 +250,6 @@ def test_responses_are_replaced_in_place_and_lost_ones_are_dropped() -> None:
     found.settle({"resp_2": [one, {"id": "3"}]})  # the client has sent the first item again
     assert [item["id"] for item in found.items] == ["1", "2", "msg_2_again_0", "3"]
     found.entries.append(Entry(None, "resp_3", 100.0))
-    assert [is_lost(found.waiting[0], now) for now in (159.0, 161.0)] == [False, True]
+    for timeout_s, lost_at in ((30.0, 160.0), (120.0, 340.0)):
+        stored = Conversations(Mock(), 3600, 1 << 20, timeout_s)
+        assert [stored.is_lost(found.waiting[0], lost_at + by) for by in (-1, 1)] == [False, True]
