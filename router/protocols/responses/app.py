@@ -318,7 +318,7 @@ class ResponsesApi:
             attachment["context"],
             created_at,
             job.conversation.request.model or self._folder.name,
-            conversation_id=attachment.get("conversation", ""),
+            conversation_id=attachment["conversation"],
             has_started=found.has_started,
             has_finished=found.has_finished,
         )
