@@ -76,5 +76,5 @@ def test_orphaned_children_end_with_their_server(tmp_path: Path) -> None:
     server.process.wait()
     assert child.is_running()
     server.end()
-    psutil.wait_procs([child], timeout=10)
+    psutil.wait_procs([child], timeout=240)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

@@ -21,6 +21,7 @@ from protos import kind_pb2, worker_pb2
 from tests.fakes.model import FakeModel
 
 PROTOCOL_VERSION = 1
+HELD_STEP_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +35,9 @@ class FakeWorkerConfig:
         fail_token: A row whose prompt contains this token fails.
         die_token: A step that adds a row whose prompt contains this token kills the worker.
         hang_at_step: Step at which the worker stops computing but continues to send heartbeats; 0 means never.
-        hold: File; while it exists, the worker computes only `hold_after` more steps and then pauses, but
-            continues to send heartbeats.
-        hold_after: Number of steps that the worker still computes after the file appears.
+        hold: File; while it exists, the worker computes `hold_after` more steps at its own rate and then one step in
+            HELD_STEP_S, so that a request that comes late on a busy machine gets its tokens, too.
+        hold_after: Number of steps at the worker's own rate after the file appears.
         wrong_shape_at_step: Step whose result has one token too many; 0 means never.
         repeat_results: Whether to send each result twice.
         checks: Whether to verify the KV cache in each step, which is slow.
@@ -250,9 +251,11 @@ class FakeWorker:
             self._send(socket, step_result=result)
 
     def _hold(self, socket: zmq.Socket[bytes]) -> None:
-        file = Path(self.config.hold)
+        file, until = Path(self.config.hold), time.monotonic() + HELD_STEP_S
         self._num_held_steps = self._num_held_steps + 1 if file.exists() else 0
-        while self._num_held_steps > self.config.hold_after and file.exists() and not self._stop.is_set():
+        if self._num_held_steps <= self.config.hold_after:
+            return
+        while time.monotonic() < until and file.exists() and not self._stop.is_set():
             self._beat(socket)
             time.sleep(0.01)
 

@@ -50,5 +50,5 @@ class Authority:
 
 
 def _openssl(*arguments: str) -> None:
-    result = subprocess.run(["openssl", *arguments], capture_output=True, text=True, check=False, timeout=30)
+    result = subprocess.run(["openssl", *arguments], capture_output=True, text=True, check=False, timeout=240)
     assert result.returncode == 0, result.stderr

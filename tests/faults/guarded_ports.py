@@ -63,13 +63,13 @@ def stream_of(channel: grpc.aio.Channel) -> Any:
 
 
 async def ask(channel: grpc.aio.Channel) -> str:
-    return bytes(await who_am_i(channel)(b"", timeout=20)).decode()
+    return bytes(await who_am_i(channel)(b"", timeout=240)).decode()
 
 
 def fetch(url: str, context: ssl.SSLContext | None = None, **headers: str) -> tuple[int, str]:
     request = urllib.request.Request(url, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=20, context=context) as response:
+        with urllib.request.urlopen(request, timeout=240, context=context) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         with error:

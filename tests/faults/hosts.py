@@ -22,7 +22,7 @@ def namespace_command() -> list[str]:
     unshare = ["unshare", "--net", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "-r", "--net", "--mount"]
     attempt = [*unshare, sys.executable, "-m", "tests.faults.hosts", "try"]
     try:
-        result = subprocess.run(attempt, capture_output=True, check=False, timeout=60)
+        result = subprocess.run(attempt, capture_output=True, check=False, timeout=240)
     except OSError:
         return []
     return unshare if result.returncode == 0 else []
@@ -180,7 +180,7 @@ def _ip(*words: str) -> None:
 
 
 def _run(*words: str) -> None:
-    result = subprocess.run(words, capture_output=True, text=True, check=False, timeout=30)
+    result = subprocess.run(words, capture_output=True, text=True, check=False, timeout=240)
     if result.returncode:
         raise OSError(f"{' '.join(words)}: {result.stderr}")
 

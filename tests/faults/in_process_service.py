@@ -36,7 +36,7 @@ from tests.gpu_worker.tiny_models import make_runner
 from tests.ports import free_ports
 from tests.router.conftest import Cluster, Part
 
-WAIT_S = 120.0
+WAIT_S = 240.0
 KINDS = ("worker", "scheduler", "detokenizer", "router")
 # Settings of each worker, by worker name.
 WorkerSettings = Mapping[str, Mapping[str, Any]]

@@ -40,7 +40,7 @@ class LimitedService:
 
     def metric(self, name: str) -> float:
         """Return a metric of the scheduler."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._http_port}/metrics", timeout=20) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._http_port}/metrics", timeout=240) as response:
             text = response.read().decode()
         found = re.search(rf"^midstream:{name} (\S+)$", text, re.MULTILINE)
         assert found, name

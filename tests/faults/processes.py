@@ -111,15 +111,17 @@ async def _has_all_parts(address: str) -> bool:
     return len(info.worker_groups) == 2 and len(info.detokenizers) == 2
 
 
-async def until(holds: Callable[[], object], limit_s: float = WAIT_S) -> None:
-    """Wait until `holds()` is true; an error of the service counts as false."""
+async def until(
+    holds: Callable[[], object], limit_s: float = WAIT_S, state: Callable[[], object] = lambda: "no more is known"
+) -> None:
+    """Wait until `holds()` is true; an error of the service counts as false. A failure shows `state()`."""
     deadline = time.monotonic() + limit_s
     while True:
         with contextlib.suppress(MidstreamError):
             answer = holds()
             if await answer if asyncio.iscoroutine(answer) else answer:
                 return
-        assert time.monotonic() < deadline, "the condition did not become true in time"
+        assert time.monotonic() < deadline, f"the condition did not become true in time: {state()}"
         await asyncio.sleep(0.05)
 
 

@@ -79,14 +79,14 @@ async def test_tokens_over_grpc(tmp_path: Path) -> None:
             async with open_channel(address) as channel:
                 metadata = (("authorization", wrong),) if wrong else ()
                 with pytest.raises(grpc.aio.AioRpcError) as raised:
-                    await who_am_i(channel)(b"", timeout=20, metadata=metadata)
+                    await who_am_i(channel)(b"", timeout=240, metadata=metadata)
                 error = error_from_rpc(raised.value)
                 assert isinstance(error, UnauthenticatedError)
                 assert "authorization" in error.message or "token" in error.message
         async with open_channel(address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=20)).status == 1
-            stream = stream_of(channel)(b"", timeout=20)
+            assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=240)).status == 1
+            stream = stream_of(channel)(b"", timeout=240)
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await stream.read()
             assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED

@@ -53,7 +53,7 @@ async def test_requests_out_of_bounds_are_refused_by_name_before_scheduling(limi
             if field in ("input", "prompt"):
                 request = bad
             with pytest.raises(grpc.aio.AioRpcError) as raised:
-                async for _ in stub.Generate(request, timeout=60):
+                async for _ in stub.Generate(request, timeout=240):
                     pass
             error = error_from_rpc(raised.value)
             assert isinstance(error, InvalidArgumentError), (field, error)
@@ -66,14 +66,14 @@ async def test_requests_out_of_bounds_are_refused_by_name_before_scheduling(limi
 async def test_messages_and_metadata_beyond_their_limits_are_refused(limited: LimitedService) -> None:
     async with limited.parts.stub() as stub:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            async for _ in stub.Generate(pb.GenerateRequest(prompt="x" * (5 << 20)), timeout=60):
+            async for _ in stub.Generate(pb.GenerateRequest(prompt="x" * (5 << 20)), timeout=240):
                 pass
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         metadata = (("x-large", "y" * (2 * MAX_METADATA_BYTES)),)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await stub.GetModelInfo(loads_pb2.GetModelInfoRequest(), timeout=60, metadata=metadata)
+            await stub.GetModelInfo(loads_pb2.GetModelInfoRequest(), timeout=240, metadata=metadata)
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert (await stub.GetModelInfo(loads_pb2.GetModelInfoRequest(), timeout=60)).model == "smollm2"
+        assert (await stub.GetModelInfo(loads_pb2.GetModelInfoRequest(), timeout=240)).model == "smollm2"
 
 
 LARGE = MAX_METADATA_BYTES + 1
@@ -114,7 +114,7 @@ async def test_http_data_besides_the_body_is_limited(sent: bytes, answer: bytes)
 
 
 def _exchange(port: int, data: bytes) -> bytes:
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as link:
+    with socket.create_connection(("127.0.0.1", port), timeout=240) as link:
         try:
             link.sendall(data)
             return link.recv(4096)
@@ -235,7 +235,7 @@ async def test_bytes_that_are_not_zeromq_and_frames_of_a_gigabyte_cut_their_own_
 def _send(address: str, data: bytes, *, is_cut: bool) -> None:
     """Send bytes over a connection; if `is_cut`, wait until the other side closes it."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=30) as link:
+    with socket.create_connection((host, int(port)), timeout=240) as link:
         try:
             link.sendall(data)
             while is_cut and link.recv(4096):

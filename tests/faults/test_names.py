@@ -20,7 +20,7 @@ def unshare(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     hosts.touch()
     try:
         result = subprocess.run(
-            [*command, "mount", "--bind", str(hosts), "/etc/hosts"], capture_output=True, check=False, timeout=30
+            [*command, "mount", "--bind", str(hosts), "/etc/hosts"], capture_output=True, check=False, timeout=240
         )
     except OSError:
         result = None

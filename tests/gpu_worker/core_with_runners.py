@@ -130,7 +130,7 @@ class Member:
         fetcher = self.runner.kv.fetcher
         assert fetcher is not None
         fetcher.fetch(effect.epoch, effect.hashes, effect.kv_store, effect.kv_source)
-        found = fetcher._reports.get(timeout=30)
+        found = fetcher._reports.get(timeout=240)
         return BlocksFetched(1, self.connection, found.epoch, found.hashes, found.missing)
 
 

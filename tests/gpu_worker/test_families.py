@@ -437,7 +437,7 @@ class ThreadRanks:
     """Tensor-parallel ranks as threads of this process."""
 
     def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=60)
+        self._barrier = threading.Barrier(size, timeout=240)
         self._parts: list[Tensor] = [torch.empty(0)] * size
 
     def rank(self, number: int) -> TensorRanks:

@@ -336,7 +336,7 @@ def test_a_disk_that_does_not_answer_delays_one_step(tmp_path: Path, monkeypatch
 
     def hang(value: int) -> np.ndarray | None:
         if value == 104:
-            answers.wait(30)
+            answers.wait(240)
         return get(value)
 
     def missing(*values: int) -> list[int]:

@@ -42,7 +42,7 @@ def outcome(fetcher: BlockFetcher, hashes: Sequence[int], source: BlockSource | 
     """Return the result of fetching blocks."""
     store = source.store if isinstance(source, BlockSource) else ""
     fetcher.fetch(epoch, hashes, store, str(source))
-    return fetcher._reports.get(timeout=30)
+    return fetcher._reports.get(timeout=240)
 
 
 def adopted(fetcher: BlockFetcher, pool: PoolMemory) -> tuple[PoolMemory, list[int]]:
@@ -175,7 +175,7 @@ def test_blocks_are_missing_if_no_socket_can_be_opened(open_fetcher: Open, error
     for hashes in ([1, 2], [3]):
         reported.clear()
         fetcher.fetch(1, hashes, "", str(BlockSource("tcp://127.0.0.1:1", b"secret")))
-        assert reported.wait(30)
+        assert reported.wait(240)
         assert [(report.hashes, report.missing) for report in fetcher.reports()] == [((), tuple(hashes))]
 
 

@@ -18,7 +18,7 @@ from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.parallel.rendezvous import DIGEST_BYTES, Connections, await_followers, connect_to_leader
 from midstream.errors import ConfigError, UnavailableError
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 Monitors = tuple[RankMonitor, RankMonitor, socket.socket, queue.SimpleQueue[str]]
 
 

@@ -12,7 +12,7 @@ from tests.gpu_worker.scripted_scheduler import PROMPT, ScriptedScheduler, rank_
 from tests.gpu_worker.tiny_models import Driver
 from tests.ports import free_port
 
-LIMIT_S = 100
+LIMIT_S = 240
 # The limit is small, so that the steps that run at the start are small.
 FLAGS = ("--kernels", "torch", "--num-threads", "1", "--run-ahead", "on", "--max-num-tokens", "32")
 

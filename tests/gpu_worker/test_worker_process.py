@@ -61,7 +61,7 @@ def test_it_offers_its_features(scheduler: ScriptedScheduler, tiny_folder: Path)
         assert (offer.world_size, offer.device, offer.dtype) == (1, "cpu", "float32")
         assert "log_probs" in offer.features
         scheduler.send(rejected=worker_pb2.Rejected(field="tokens_per_block", reason="16 is not 32"))
-        assert process.wait(30) == 3
+        assert process.wait(240) == 3
         _, log = process.communicate()
         assert "rejected by the scheduler: tokens_per_block: 16 is not 32" in log
 
@@ -186,7 +186,7 @@ def test_sigterm_finishes_current_work_and_exits(tiny_folder: Path) -> None:
         process.send_signal(signal.SIGTERM)
         leave = scripted.receive("leave")
         assert leave.epoch == 1
-        assert process.wait(30) == 0
+        assert process.wait(240) == 0
     scripted.close()
 
 
@@ -255,7 +255,7 @@ def test_a_wrong_setting_is_named(tiny_folder: Path, tmp_path: Path) -> None:
         (("--model", str(tmp_path)), "lacks config.json"),
     ):
         with worker_process("tcp://127.0.0.1:1", tiny_folder, *flags) as process:
-            _, log = process.communicate(timeout=60)
+            _, log = process.communicate(timeout=240)
             assert process.returncode == 2
             assert message in log
 

@@ -110,7 +110,7 @@ class ApiClients:
             output=pb.OutputConfig(log_probs=0),
         )
         found: defaultdict[int, Sequence] = defaultdict(Sequence)
-        async for chunk in self.native.Generate(request, timeout=60):
+        async for chunk in self.native.Generate(request, timeout=240):
             sequence = found[chunk.sequence_index]
             sequence.text += chunk.text
             sequence.token_ids += chunk.token_ids
@@ -134,7 +134,7 @@ class ApiClients:
         return _in_order(found)
 
     async def ask_kserve(self, case: Case) -> list[Sequence]:
-        response = await self.kserve.ModelInfer(infer_request(case), timeout=60)
+        response = await self.kserve.ModelInfer(infer_request(case), timeout=240)
         outputs = dict(zip((item.name for item in response.outputs), response.raw_output_contents, strict=True))
         shape = next(list(item.shape) for item in response.outputs if item.name == "output_log_probs")
         rows = struct.unpack(f"<{shape[0] * shape[1]}f", outputs["output_log_probs"])
@@ -145,7 +145,7 @@ class ApiClients:
         return sequences
 
     async def ask_kserve_stream(self, case: Case) -> list[Sequence]:
-        call = self.kserve.ModelStreamInfer(iter([infer_request(case, stream=True)]), timeout=60)
+        call = self.kserve.ModelStreamInfer(iter([infer_request(case, stream=True)]), timeout=240)
         found: defaultdict[int, Sequence] = defaultdict(Sequence)
         async for answer in call:
             assert not answer.error_message
@@ -166,7 +166,7 @@ class ApiClients:
             response=oe.ResponseOptions(return_output_logprobs=True),
         )
         found: defaultdict[int, Sequence] = defaultdict(Sequence)
-        async for event in self.openengine.Generate(request, timeout=60):
+        async for event in self.openengine.Generate(request, timeout=240):
             if event.HasField("token"):
                 sequence = found[event.token.output_index]
                 sequence.text += event.token.text

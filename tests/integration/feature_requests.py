@@ -188,7 +188,7 @@ class Asking:
         sampling = api.SamplingParams(**{"temperature": 0.0, "max_tokens": num_tokens(feature)} | params)
         prompt = None if feature == "prompt_embeddings" else PROMPT
         result = self._executor.generate_async(prompt, sampling, **fields)
-        await result.aresult(timeout=60)
+        await result.aresult(timeout=240)
         answer = Answer([output.text for output in result.outputs])
         output = result.outputs[0]
         answer.beside = {
@@ -299,7 +299,7 @@ class Asking:
         try:
             if feature == "streaming":
                 return await self._infer_stream(request)
-            response = await self._clients.kserve.ModelInfer(request, timeout=60)
+            response = await self._clients.kserve.ModelInfer(request, timeout=240)
         except grpc.aio.AioRpcError as error:
             raise RefusedError(error.code().name) from None
         outputs = dict(zip((item.name for item in response.outputs), response.raw_output_contents, strict=True))
@@ -315,7 +315,7 @@ class Asking:
     async def _infer_stream(self, request: kserve_pb2.ModelInferRequest) -> Answer:
         found: defaultdict[int, str] = defaultdict(str)
         num_answers = 0
-        async for part in self._clients.kserve.ModelStreamInfer(iter([request]), timeout=60):
+        async for part in self._clients.kserve.ModelStreamInfer(iter([request]), timeout=240):
             assert not part.error_message
             names = (item.name for item in part.infer_response.outputs)
             outputs = dict(zip(names, part.infer_response.raw_output_contents, strict=True))
@@ -335,7 +335,7 @@ class Asking:
         metadata = [("openengine-priority", "7")] if feature == "priority" else []
         found: defaultdict[int, str] = defaultdict(str)
         answer, num_events = Answer(), 0
-        async for event in self._clients.openengine.Generate(request, timeout=60, metadata=metadata):
+        async for event in self._clients.openengine.Generate(request, timeout=240, metadata=metadata):
             assert not event.HasField("error"), event.error
             if event.HasField("token"):
                 found[event.token.output_index] += event.token.text

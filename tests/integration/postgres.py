@@ -46,7 +46,7 @@ class PostgresServer:
         if os.geteuid() == 0:
             shutil.chown(folder, _USER, _USER)
         initdb = [_program("initdb"), "-D", str(folder / "data"), "-U", _USER, "--auth=trust", "--no-sync"]
-        subprocess.run([*_as_user(), *initdb], check=True, capture_output=True, timeout=60, cwd=folder)
+        subprocess.run([*_as_user(), *initdb], check=True, capture_output=True, timeout=240, cwd=folder)
         self.start()
 
     def start(self) -> None:

@@ -127,7 +127,7 @@ async def collect(stub: Stub, request: pb.GenerateRequest, timeout_s: float = 12
 
 
 async def latest_stats(stub: Stub) -> stats_pb2.IterationStats:
-    async for stats in stub.GetIterationStats(stats_pb2.GetIterationStatsRequest(), timeout=30):
+    async for stats in stub.GetIterationStats(stats_pb2.GetIterationStatsRequest(), timeout=240):
         return stats
     raise AssertionError("no statistics")
 

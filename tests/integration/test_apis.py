@@ -86,7 +86,7 @@ async def test_every_choice_echoes_the_prompts_log_probabilities_streamed_or_not
     native = tokens([504, 3575, 282, 4649, 314], max_tokens=3)
     native.output.prompt_log_probs = 0
     known: list[float] = []
-    async for chunk in clients.native.Generate(native, timeout=60):
+    async for chunk in clients.native.Generate(native, timeout=240):
         known += chunk.prompt_log_probs.token_log_probs
     fields: dict[str, Any] = {"model": "smollm2", "prompt": list(native.token_ids.values), "max_tokens": 3, "seed": 5}
     fields |= {"n": 2, "echo": True, "logprobs": 0}
@@ -273,7 +273,7 @@ Leave = Callable[[ApiClients], Awaitable[None]]
 
 
 async def leave_native(clients: ApiClients) -> None:
-    call = clients.native.Generate(tokens([5, 6], max_tokens=4000), timeout=60)
+    call = clients.native.Generate(tokens([5, 6], max_tokens=4000), timeout=240)
     assert isinstance(await call.read(), pb.GenerateResponse)
     call.cancel()
 
@@ -291,20 +291,20 @@ async def leave_openai(clients: ApiClients) -> None:
 
 
 async def leave_kserve(clients: ApiClients) -> None:
-    call = clients.kserve.ModelInfer(infer_request(LONG), timeout=60)
+    call = clients.kserve.ModelInfer(infer_request(LONG), timeout=240)
     await until_active(clients)
     call.cancel()
 
 
 async def leave_kserve_stream(clients: ApiClients) -> None:
-    call = clients.kserve.ModelStreamInfer(iter([infer_request(LONG, stream=True)]), timeout=60)
+    call = clients.kserve.ModelStreamInfer(iter([infer_request(LONG, stream=True)]), timeout=240)
     await call.read()
     call.cancel()
 
 
 async def leave_openengine(clients: ApiClients) -> None:
     stopping = oe.StoppingOptions(max_tokens=4000, ignore_eos=True)
-    call = clients.openengine.Generate(oe.GenerateRequest(prompt="Once", stopping=stopping), timeout=60)
+    call = clients.openengine.Generate(oe.GenerateRequest(prompt="Once", stopping=stopping), timeout=240)
     assert isinstance(await call.read(), oe.GenerateResponse)
     call.cancel()
 

@@ -269,7 +269,7 @@ async def test_the_command(service: Service, client: AsyncClient, tmp_path: Path
     http = service.processes("router")[0]["addresses"]["http"]
 
     def fetch_keys() -> str:
-        with urllib.request.urlopen(f"http://{http}/v1/receipts/keys", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://{http}/v1/receipts/keys", timeout=240) as answer:
             text: str = answer.read().decode()
         return text
 
@@ -343,7 +343,7 @@ async def test_answers_that_survived_kills_are_proved_from_the_ledger(tmp_path: 
             ledger = tmp_path / "ledger.json"
 
             def fetch() -> bytes:
-                with urllib.request.urlopen(f"http://{http}/ledger", timeout=30) as answer:
+                with urllib.request.urlopen(f"http://{http}/ledger", timeout=240) as answer:
                     page: bytes = answer.read()
                 return page
 

@@ -86,7 +86,7 @@ def test_top_shows_every_part_through_a_router_alone(service: Service) -> None:
 
 def test_the_dashboard_gets_a_state(service: Service) -> None:
     address = service.processes("router")[0]["addresses"]["http"]
-    with urllib.request.urlopen(f"http://{address}/dashboard/feed", timeout=30) as feed:
+    with urllib.request.urlopen(f"http://{address}/dashboard/feed", timeout=240) as feed:
         state = json.loads(feed.readline().removeprefix(b"data: "))
     assert sorted(part["name"] for part in state["parts"]) == NAMES
     assert {len(group["blockMap"]["held"]) for group in state["groups"]} <= set(range(1, 513))

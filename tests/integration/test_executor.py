@@ -88,7 +88,7 @@ def expected(service: Service) -> tuple[str, list[int]]:
 
 def test_asynchronous_generation(executor: GenerationExecutor, expected: tuple[str, list[int]]) -> None:
     result = executor.generate_async(prompt_token_ids=PROMPT, sampling_params=GREEDY)
-    output = result.result(timeout=60)
+    output = result.result(timeout=240)
     assert (output.text, output.token_ids, output.finish_reason) == (*expected, "length")
     assert result.done
     assert result.result() is output
@@ -107,7 +107,7 @@ def test_streaming(executor: GenerationExecutor, expected: tuple[str, list[int]]
 async def test_asynchronous_streaming_and_result(executor: GenerationExecutor, expected: tuple[str, list[int]]) -> None:
     result = executor.generate_async(PROMPT, GREEDY, streaming=True)
     assert "".join([output.text_diff async for output in result]) == expected[0]
-    assert (await executor.generate_async(PROMPT, GREEDY).aresult(timeout=60)).text == expected[0]
+    assert (await executor.generate_async(PROMPT, GREEDY).aresult(timeout=240)).text == expected[0]
 
 
 def test_a_batch_with_separate_parameters(executor: GenerationExecutor) -> None:
@@ -137,14 +137,14 @@ def test_a_request_that_takes_too_long_is_aborted(executor: GenerationExecutor) 
     with pytest.raises(TimeoutError):
         result.result(timeout=0.2)
     executor.abort_request(result.request.id)
-    assert result.result(timeout=60).finish_reason == "abort"
+    assert result.result(timeout=240).finish_reason == "abort"
     executor.abort_request(result.request.id)  # has no effect, since the request has ended
 
 
 def test_the_result_raises_the_services_error(executor: GenerationExecutor) -> None:
     result = executor.generate_async(PROMPT, SamplingParams(temperature=101.0))
     with pytest.raises(InvalidArgumentError, match="temperature"):
-        result.result(timeout=60)
+        result.result(timeout=240)
     with pytest.raises(InvalidArgumentError, match="temperature"):
         list(executor.generate_async(PROMPT, SamplingParams(temperature=101.0), streaming=True))
 
@@ -235,7 +235,7 @@ def test_the_batch_managers_callbacks(api: Executor, expected: tuple[str, list[i
         api, TrtGptModelType.InflightFusedBatching, 1, SchedulerConfig(), get_requests, send_response,
         poll_stop_signals, stats.append, TrtGptModelOptionalParams(max_num_requests=8),
     ):  # fmt: skip
-        assert done.wait(60)
+        assert done.wait(240)
     assert sorted(finals) == [(1, ""), (2, ""), (3, ""), (3, "request_id: the id is in use")]
     # Without streaming, the response contains the whole sequence including the prompt; with streaming, each response
     # contains the new tokens.
@@ -261,7 +261,7 @@ def test_it_starts_and_stops_its_own_services(expected: tuple[str, list[int]]) -
         kv_cache_config=KvCacheConfig(max_tokens=512),
     )
     with GenerationExecutor.create(engine_dir="smollm2", tokenizer_dir="smollm2", executor_config=config) as executor:
-        assert executor.generate_async(PROMPT, GREEDY).result(timeout=60).text == expected[0]
+        assert executor.generate_async(PROMPT, GREEDY).result(timeout=240).text == expected[0]
         cache = executor.get_latest_stats().kv_cache_stats
         assert cache is not None
         assert cache.max_num_blocks * cache.tokens_per_block <= 512

@@ -50,7 +50,7 @@ class Vision:
     def metric(self, name: str) -> float:
         """Return a metric of the scheduler."""
         (scheduler,) = self.service.processes("scheduler")
-        with urllib.request.urlopen(f"http://{scheduler['addresses']['http']}/metrics", timeout=30) as response:
+        with urllib.request.urlopen(f"http://{scheduler['addresses']['http']}/metrics", timeout=240) as response:
             lines = response.read().decode().splitlines()
         return float(next(line.split()[-1] for line in lines if line.startswith(f"midstream:{name} ")))
 
@@ -199,7 +199,7 @@ async def test_the_death_of_a_worker_that_encodes_or_generates_changes_no_token(
     async with stub_of(vision.service.routers()[0]) as stub, AsyncClient(vision.service.routers()) as client:
 
         async def groups() -> Sequence[loads_pb2.WorkerGroupInfo]:
-            return (await stub.GetServerInfo(loads_pb2.GetServerInfoRequest(), timeout=30)).worker_groups
+            return (await stub.GetServerInfo(loads_pb2.GetServerInfoRequest(), timeout=240)).worker_groups
 
         async def running() -> float:
             return vision.metric("num_images_running")

@@ -50,7 +50,7 @@ async def num_accepted(stub: Stub, count: int) -> int:
     """Return the number of requests at the scheduler as soon as it is `count`, or at a time limit."""
 
     async def ask() -> int:
-        loads = await stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=30)
+        loads = await stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=240)
         return sum(load.num_running_requests + load.num_queued_requests for load in loads.cells)
 
     return await eventually(ask, lambda found: found == count, 60)
@@ -78,7 +78,7 @@ async def test_a_scheduler_with_a_full_disk_yields_to_its_successor(parts: Parts
     async with parts.stub() as stub:
         # The limit on the file size must not affect the scheduler's log file, so the journal must be larger than the
         # log file.
-        async for _ in stub.Generate(tokens([40_000] * 8000, max_tokens=1), timeout=60):
+        async for _ in stub.Generate(tokens([40_000] * 8000, max_tokens=1), timeout=240):
             pass
         half_way = asyncio.Event()
         parts.hold.touch()
@@ -190,7 +190,7 @@ def test_a_journal_that_cannot_be_opened_is_named() -> None:
     path = "/proc/nowhere/journal"
     flags = ["--port", "0", "--worker-port", "0", "--journal-path", path]
     command = python_command("scheduler", *flags)
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 1
     assert path in result.stderr
     assert "Traceback" not in result.stderr

@@ -112,7 +112,7 @@ class Cell(NamedProcesses):
         async with open_channel(f"127.0.0.1:{self.scheduler}") as channel:
             stub = scheduler_pb2_grpc.SchedulerStub(channel)
             try:
-                info = await stub.GetServerInfo(loads_pb2.GetServerInfoRequest(), timeout=10)  # type: ignore[misc]
+                info = await stub.GetServerInfo(loads_pb2.GetServerInfoRequest(), timeout=240)  # type: ignore[misc]
             except Exception:  # noqa: BLE001 (it is not up)
                 return {}
         return {group.group_id: group.kind.arithmetic for group in info.worker_groups}
@@ -277,4 +277,4 @@ async def test_a_request_has_the_text_of_one_tokenizer_whichever_services_are_ki
         assert {tuple(stream.tokens) for pair in streams for stream in pair} == {tuple(streams[0][0].tokens)}
         # A client resumes at a router that has another tokenizer than the one that accepted its request.
         resume = service_pb2.ResumeRequest(request_id="a0")
-        assert "".join([part.text async for part in second.Resume(resume, timeout=60)]) == undisturbed.text
+        assert "".join([part.text async for part in second.Resume(resume, timeout=240)]) == undisturbed.text

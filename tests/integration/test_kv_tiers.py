@@ -17,7 +17,7 @@ def metric(service: Service, name: str) -> float:
     """Return a metric, summed over all tiers and workers."""
     total = 0.0
     for worker in service.processes("gpu_worker"):
-        with urllib.request.urlopen(f"http://{worker['addresses']['http']}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://{worker['addresses']['http']}/metrics", timeout=240) as answer:
             total += sum(
                 map(float, re.findall(rf"^midstream:{name}(?:{{[^}}]*}})? (\S+)$", answer.read().decode(), re.M))
             )

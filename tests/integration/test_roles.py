@@ -39,7 +39,7 @@ NUM_TOKENS = 32 if NUM_KILLS > 2 else 16
 def metrics(worker: dict[str, Any]) -> dict[str, float]:
     """Return those metrics of a worker that have no labels; empty if the worker is not ready."""
     try:
-        with urllib.request.urlopen(f"http://{worker['addresses']['http']}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://{worker['addresses']['http']}/metrics", timeout=240) as answer:
             return {
                 name: float(value)
                 for name, value in re.findall(r"^midstream:(\w+) (\S+)$", answer.read().decode(), re.M)

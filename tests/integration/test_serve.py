@@ -56,7 +56,7 @@ def get(port: int, path: str, key: str = "") -> tuple[int, str]:
     if key:
         request.add_header("authorization", f"Bearer {key}")
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=240) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -102,7 +102,7 @@ def post(port: int, path: str, body: dict[str, Any]) -> tuple[Message, Any]:
         "content-type": "application/json",
     }
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=240) as answer:
         return answer.headers, json.load(answer)
 
 
@@ -162,7 +162,7 @@ def test_browsers_get_pages_and_monitoring_gets_a_version(served: Service, ports
 def test_every_example_of_the_reference_runs(served: Service, ports: tuple[int, int]) -> None:
     headers = {"authorization": f"Bearer {KEY}", "anthropic-version": "2023-06-01"}
     ids: dict[str, str] = {}
-    with httpx.Client(base_url=f"http://127.0.0.1:{ports[1]}", headers=headers, timeout=60) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{ports[1]}", headers=headers, timeout=240) as client:
         paths = client.get("/openapi.json").json()["paths"]
         operations = [(method, path, operation) for path, of in paths.items() for method, operation in of.items()]
         # What is deleted or cancelled comes last, and the parts of a thing before the thing.

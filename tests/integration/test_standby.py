@@ -167,7 +167,7 @@ async def test_a_standby_takes_over_from_a_suspended_scheduler(database: str, tm
     with running(old, "scheduler", "worker"):
         async with open_channel(f"127.0.0.1:{old.scheduler_port}") as channel:
             stub = cast("SchedulerAsyncStub", scheduler_pb2_grpc.SchedulerStub(channel))
-            await stub.GetLoads(loads_pb2.GetLoadsRequest(), wait_for_ready=True, timeout=60)
+            await stub.GetLoads(loads_pb2.GetLoadsRequest(), wait_for_ready=True, timeout=240)
             with running(new, "scheduler", "worker"):
                 await asyncio.to_thread(new.wait_for_log, "scheduler", "waiting for the journal's lease")
                 old.hold.touch()  # the stream does not end before the scheduler is suspended
@@ -190,7 +190,7 @@ async def test_a_standby_takes_over_from_a_suspended_scheduler(database: str, tm
 async def _read_all(port: int) -> list[int]:
     async with open_channel(f"127.0.0.1:{port}") as channel:
         stub = cast("SchedulerAsyncStub", scheduler_pb2_grpc.SchedulerStub(channel))
-        await stub.GetLoads(loads_pb2.GetLoadsRequest(), wait_for_ready=True, timeout=60)
+        await stub.GetLoads(loads_pb2.GetLoadsRequest(), wait_for_ready=True, timeout=240)
         feed = await Feed.open(stub)
         feed.reader.attach(1, "a")
         await feed.read_until(1)
@@ -255,5 +255,5 @@ async def status_of(port: int, path: str) -> int:
 
 
 async def num_running(stub: Stub) -> int:
-    loads = await stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=30)
+    loads = await stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=240)
     return sum(load.num_running_requests for load in loads.cells)

@@ -91,7 +91,7 @@ def test_http_clients_join_their_traces_too(service: Service, collector: Collect
     body = b'{"prompt": "One, two,", "max_tokens": 2}'
     headers = {"content-type": "application/json", "traceparent": str(client)}
     call = urllib.request.Request(f"http://{http}/v1/completions", body, headers)
-    with urllib.request.urlopen(call, timeout=60) as answer:
+    with urllib.request.urlopen(call, timeout=240) as answer:
         assert answer.status == 200
     spans = collector.await_spans(f"{client.trace_id:032x}", lambda spans: has_all(spans, 2))
     assert of_router(spans)[0].parent_id == f"{client.span_id:016x}"

@@ -157,21 +157,21 @@ async def test_lora_is_rejected_by_every_api_and_not_advertised(
     folder = str(tmp_path / "lora")
     unsupported = grpc.StatusCode.UNIMPLEMENTED
     async with stub_of(address) as stub:
-        features = (await stub.GetModelInfo(loads_pb2.GetModelInfoRequest(), timeout=30)).features
+        features = (await stub.GetModelInfo(loads_pb2.GetModelInfoRequest(), timeout=240)).features
         assert "lora" not in features
         assert "prompt_tuning" in features
-        load = stub.LoadLora(loads_pb2.LoadLoraRequest(name="tone", path=folder), timeout=60)
+        load = stub.LoadLora(loads_pb2.LoadLoraRequest(name="tone", path=folder), timeout=240)
         assert await refusal(load) == (unsupported, "path")
         for lora in (pb.LoraConfig(name="tone"), pb.LoraConfig(name="tone", path=folder)):
             request = tokens(range(1, 9), max_tokens=2, lora=lora)
             assert await refusal(collect(stub, request)) == (unsupported, "lora")
-        assert not (await stub.ListLoras(loads_pb2.ListLorasRequest(), timeout=30)).loras
+        assert not (await stub.ListLoras(loads_pb2.ListLorasRequest(), timeout=240)).loras
     command = midstream("lora", "load", "tone", folder, "--run-dir", str(gemma2_service.run_dir))
     assert command.returncode != 0
     assert "transformers implementation" in command.stderr
     async with open_channel(address) as channel:
         control = cast("ControlAsyncStub", openengine_pb2_grpc.ControlStub(channel))
-        assert not (await control.GetModelInfo(oe.GetModelInfoRequest(), timeout=30)).supports_lora
+        assert not (await control.GetModelInfo(oe.GetModelInfoRequest(), timeout=240)).supports_lora
 
 
 async def test_a_prompt_adapter_gives_what_peft_computes(
@@ -182,7 +182,7 @@ async def test_a_prompt_adapter_gives_what_peft_computes(
     prompt = list(range(1, 13))
     async with stub_of(gemma2_service.routers()[0]) as stub:
         load = loads_pb2.LoadLoraRequest(name="virtual", path=str(tmp_path / "prompt"))
-        await stub.LoadLora(load, timeout=60)
+        await stub.LoadLora(load, timeout=240)
         tuning = pb.PromptTuningConfig(name="virtual")
         answer = await collect(stub, tokens(prompt, max_tokens=MAX_TOKENS, prompt_tuning=tuning))
     wanted: list[int] = []

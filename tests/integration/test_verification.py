@@ -35,7 +35,7 @@ def wrong_worker(folder: Path, scheduler: dict[str, Any]) -> Iterator[None]:
 
 
 def metrics_of(part: dict[str, Any]) -> str:
-    with urllib.request.urlopen(f"http://{part['addresses']['http']}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://{part['addresses']['http']}/metrics", timeout=240) as answer:
         text: str = answer.read().decode()
     return text
 
@@ -56,7 +56,7 @@ async def test_a_wrong_worker_is_held_off_before_its_tokens_are_delivered(tmp_pa
                 reasons = {group.group_id: group.held_off for group in (await client.server_info()).worker_groups}
                 assert reasons.pop("wrong").startswith("wrong results: token")
                 assert set(reasons.values()) == {""}
-                async for status in stub.GetStatus(GetStatusRequest(), timeout=30):
+                async for status in stub.GetStatus(GetStatusRequest(), timeout=240):
                     details = {part.name: part.detail for part in status.parts}
                     assert details["wrong"].startswith("held off until its process restarts: wrong results: token")
                     break

@@ -86,7 +86,7 @@ def test_the_compilation_of_a_process_that_was_killed_is_used_by_the_next(tmp_pa
     # If the compiler were called again, it would wait for a reader of its fifo.
     second = start()
     go_on.write_text("\n")
-    assert second.communicate(timeout=60)[0].strip() == "y"
+    assert second.communicate(timeout=240)[0].strip() == "y"
 
 
 @pytest.mark.parametrize(("name", "found"), [("pack", "linear layer"), ("decoder_forward", "decoder")])

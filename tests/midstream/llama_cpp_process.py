@@ -31,7 +31,7 @@ def main() -> None:
     def post(path: str, **body: object) -> Any:
         data = json.dumps(body).encode()
         request = urllib.request.Request(server.listening_address + path, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=240) as answer:
             return json.load(answer)
 
     made = {

@@ -49,7 +49,7 @@ class Run:
             raise BrokenPipeError
 
     async def until(self, holds: Callable[[RunState], bool]) -> RunState:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             while not holds(self.supervisor.state):
                 self.changed.clear()
                 await self.changed.wait()
@@ -326,7 +326,7 @@ async def test_the_next_start_ends_orphans(tmp_path: Path, orphan: subprocess.Po
 def test_down_ends_orphans(tmp_path: Path, orphan: subprocess.Popen[bytes]) -> None:
     result = midstream("down", "--run-dir", str(tmp_path / "run"))
     assert (result.returncode, result.stdout) == (0, "Killed 1 processes without a supervisor.\n")
-    assert orphan.wait(60) == -signal.SIGKILL
+    assert orphan.wait(240) == -signal.SIGKILL
 
 
 def test_another_process_with_the_pid_of_a_part_is_left_alone(tmp_path: Path, orphan: subprocess.Popen[bytes]) -> None:

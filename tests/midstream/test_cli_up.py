@@ -295,7 +295,7 @@ def test_a_service_refuses_the_key_of_clients(service: str) -> None:
     """Otherwise a router would seem to require it."""
     environment = os.environ | {"MIDSTREAM_API_KEY": KEY}
     done = subprocess.run(
-        [sys.executable, "-m", service], env=environment, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-m", service], env=environment, capture_output=True, text=True, check=False, timeout=240
     )
     assert done.returncode == 2
     assert "MIDSTREAM_API_KEY" in done.stderr

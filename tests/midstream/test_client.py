@@ -275,7 +275,7 @@ async def test_closing_a_stream_ends_the_call(how: str) -> None:
             reading = asyncio.create_task(anext(stream))
             await asyncio.sleep(0)
             reading.cancel()
-        await asyncio.wait_for(router.left.wait(), 60)
+        await asyncio.wait_for(router.left.wait(), 240)
 
 
 async def test_a_stream_can_be_cancelled_while_it_leaves_a_router_that_hangs() -> None:
@@ -287,7 +287,7 @@ async def test_a_stream_can_be_cancelled_while_it_leaves_a_router_that_hangs() -
         stream._is_silent = True
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(reading, 60)
+            await asyncio.wait_for(reading, 240)
 
 
 async def test_a_stream_that_is_dropped_ends_the_call() -> None:
@@ -296,7 +296,7 @@ async def test_a_stream_that_is_dropped_ends_the_call() -> None:
             async with AsyncClient(addresses) as client:
                 async for _ in client.generate("w"):
                     break
-                await asyncio.wait_for(router.left.wait(), 60)
+                await asyncio.wait_for(router.left.wait(), 240)
                 router.left.clear()
 
 
@@ -308,7 +308,7 @@ async def test_a_cancel_while_the_stream_reconnects_is_not_lost() -> None:
             await asyncio.sleep(0)
         stream.cancel()
         with pytest.raises(AbortedError):
-            await asyncio.wait_for(reading, 60)
+            await asyncio.wait_for(reading, 240)
 
 
 async def test_a_stream_that_is_cancelled_before_it_is_read_sends_nothing() -> None:
@@ -356,7 +356,7 @@ async def test_leaving_a_view_of_the_status_ends_the_call() -> None:
     async with serving(kind=Status) as (router, address), AsyncClient(address) as client:
         async for _ in client.status(follow=True):
             break
-        await asyncio.wait_for(router.left.wait(), 60)
+        await asyncio.wait_for(router.left.wait(), 240)
 
 
 async def test_a_second_reader_of_a_stream_is_rejected() -> None:
@@ -408,7 +408,7 @@ async def test_no_proxy_is_used_on_this_machine(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     async with serving() as (_, address), AsyncClient(address) as client, open_channel(address) as channel:
         assert await client.generate("w").text() == LETTERS
-        await asyncio.wait_for(channel.channel_ready(), 60)
+        await asyncio.wait_for(channel.channel_ready(), 240)
 
 
 async def test_a_closed_client_says_so() -> None:
@@ -596,8 +596,8 @@ async def test_garbage_collection_of_an_iteration_does_not_block_the_client() ->
             assert client.model_info().model == "m"
 
     async with serving(kind=Silent) as (router, address):
-        await asyncio.wait_for(asyncio.to_thread(use, address), 60)
-        await asyncio.wait_for(router.left.wait(), 60)
+        await asyncio.wait_for(asyncio.to_thread(use, address), 240)
+        await asyncio.wait_for(router.left.wait(), 240)
 
 
 @pytest.mark.parametrize("kind", ["reading", "without a router"])
@@ -610,7 +610,7 @@ async def test_closing_the_synchronous_client_wakes_the_threads_that_wait(kind: 
             await asyncio.sleep(0.01)
         await asyncio.to_thread(client.close)
         with pytest.raises(AbortedError):
-            await asyncio.wait_for(reading, 60)
+            await asyncio.wait_for(reading, 240)
 
 
 async def test_a_synchronous_client_may_be_closed_before_its_iterations_and_twice() -> None:

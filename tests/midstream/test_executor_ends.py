@@ -106,7 +106,7 @@ async def test_a_shutdown_wakes_readers_and_refuses_calls() -> None:
         await asyncio.to_thread(executor.shutdown)
         # The thread may also have called only after the shutdown.
         with contextlib.suppress(InvalidArgumentError):
-            assert all(response.has_error() for response in await asyncio.wait_for(waiting, 60))
+            assert all(response.has_error() for response in await asyncio.wait_for(waiting, 240))
         assert not executor.can_enqueue_requests()
         for call in (
             lambda: executor.enqueue_request(Request([1], 5)),

@@ -93,6 +93,6 @@ def test_a_reader_waits_for_an_event_and_for_the_end() -> None:
     events.add([stored([10])])
     events.add([removed(10)])
     events.close()
-    thread.join(20)
+    thread.join(240)
     assert not thread.is_alive()
     assert found + [event.event_id for event in events.get_latest_events()] == [1, 2]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from protos.frames_pb2_grpc import FramesAsyncStub
 
 MAX_BYTES = 1 << 20
-WAIT_S = 60
+WAIT_S = 240
 
 
 class Link(FrameLink[pb.StreamCommand, pb.StreamBatch]):

@@ -23,7 +23,7 @@ from protos import detokenizer_pb2 as pb
 from protos.frames_pb2 import FramesOffer
 from tests.faults.certificates import Authority
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 MAX_BYTES = 1 << 20
 
 

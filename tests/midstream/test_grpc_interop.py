@@ -32,7 +32,7 @@ from tests.midstream.interop_service import (
     handlers_of,
 )
 
-WAIT_S = 60
+WAIT_S = 240
 MAX_MESSAGE_BYTES = 4 << 20
 Stub = Callable[..., Any]
 

@@ -32,7 +32,7 @@ def address(progress: Progress) -> Iterator[str]:
 
 def status(url: str) -> int:
     try:
-        with urllib.request.urlopen(url, timeout=60) as answer:
+        with urllib.request.urlopen(url, timeout=240) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         with error:

@@ -9,21 +9,21 @@ from midstream.client import AsyncClient
 from tests.faults.processes import Processes, running_processes
 from tests.proxies.proxy import IS_REQUIRED, PROGRAMS, Program, Proxy, running
 
-# Steps that a worker still computes while the file `hold` exists.
+# Steps that a worker computes at its own rate while the file `hold` exists.
 NUM_HELD_STEPS = 60
-# Requests wait as long as a test wants, for a worker that pauses and for one that is not there.
+# Requests wait as long as a test wants, for a worker that is slow and for one that is not there.
 FLAGS = ("--worker-progress-timeout-ms", "600000", "--no-worker-timeout-s", "3600")
 
 
 @pytest.fixture(scope="package")
 def hold_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a path; while there is a file, workers pause after NUM_HELD_STEPS."""
+    """Return a path; while there is a file, workers are slow after NUM_HELD_STEPS."""
     return tmp_path_factory.mktemp("hold") / "hold"
 
 
 @pytest.fixture
 def hold(hold_path: Path) -> Iterator[Callable[[], None]]:
-    """Let workers pause after NUM_HELD_STEPS; return the function that lets them continue."""
+    """Let workers be slow after NUM_HELD_STEPS; return the function that ends this."""
     hold_path.touch()
     yield hold_path.unlink
     hold_path.unlink(missing_ok=True)

@@ -44,7 +44,7 @@ async def test_every_stream_can_be_made_whole(
         for name, read in READERS.items():
             group.create_task(read(readers[name]))
         for number in range(2):
-            await until(lambda: all(reader.text for reader in readers.values()))
+            await until(lambda: all(reader.text for reader in readers.values()), state=lambda: readers)
             await processes.kill(f"router-{number}")
             processes.start(f"router-{number}")
             await processes.stand()

@@ -19,7 +19,7 @@ ENVOY_PYTHON = ROOT / ".venv-proxies" / "bin" / "python"
 def test_the_program_accepts_its_configuration(program: Program, tmp_path: Path) -> None:
     file = tmp_path / program.file
     file.write_text(placed(program, program.configuration(), (50060, 8060), ROUTERS, URLS, tmp_path))
-    checked = subprocess.run(program.check_command(file), capture_output=True, text=True, timeout=30, check=False)
+    checked = subprocess.run(program.check_command(file), capture_output=True, text=True, timeout=240, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     # nginx and HAProxy report settings that they ignore as warnings.
     assert "[warn]" not in checked.stderr
@@ -28,7 +28,7 @@ def test_the_program_accepts_its_configuration(program: Program, tmp_path: Path)
 
 def check_with_schema(file: Path) -> subprocess.CompletedProcess[str]:
     command = [str(ENVOY_PYTHON), str(Path(__file__).with_name("envoy_schema.py")), str(file)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_envoys_configuration_follows_its_schema(tmp_path: Path) -> None:

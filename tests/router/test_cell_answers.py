@@ -23,8 +23,8 @@ async def test_loads_and_information_are_those_of_the_cells_that_respond(cluster
         stub: Any = service_pb2_grpc.MidstreamStub(channel)
 
         async def answers() -> tuple[int, int]:
-            loads = await stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=30)
-            info = await stub.GetServerInfo(loads_pb2.GetServerInfoRequest(), timeout=30)
+            loads = await stub.GetLoads(loads_pb2.GetLoadsRequest(), timeout=240)
+            info = await stub.GetServerInfo(loads_pb2.GetServerInfoRequest(), timeout=240)
             return len(loads.cells), info.scheduler_epoch
 
         assert await answers() == (1, 7)
@@ -39,7 +39,7 @@ async def test_loads_and_information_are_those_of_the_cells_that_respond(cluster
                 (stub.GetServerInfo, loads_pb2.GetServerInfoRequest()),
             ):
                 with pytest.raises(grpc.aio.AioRpcError) as raised:
-                    await call(request, timeout=30)
+                    await call(request, timeout=240)
                 assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         cells.update([live])
         await dead.close()

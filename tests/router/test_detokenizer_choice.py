@@ -80,6 +80,6 @@ async def test_a_request_that_waits_while_a_detokenizer_is_opened_is_attached() 
     await asyncio.sleep(0)
     link._lost = asyncio.get_running_loop().create_future()
     running = asyncio.create_task(link._run_frames(Mock()))
-    assert (await asyncio.wait_for(waiting, 60)).link is link
+    assert (await asyncio.wait_for(waiting, 240)).link is link
     running.cancel()
     await asyncio.wait({running})

@@ -100,7 +100,7 @@ async def test_an_aborted_request_is_not_an_internal_error(cluster: Cluster) -> 
         stub: Any = service_pb2_grpc.MidstreamStub(channel)
         item = service_pb2.EmbedInput(prompt="hello")
         request = service_pb2.EmbedRequest(request_id="e", inputs=[item], pooling=service_pb2.POOLING_LAST)
-        answer = asyncio.ensure_future(stub.Embed(request, timeout=60))
+        answer = asyncio.ensure_future(stub.Embed(request, timeout=240))
         await cluster.scheduler.until(lambda: "e" in cluster.scheduler.requests)
         assert await client.abort("e")
         with pytest.raises(grpc.aio.AioRpcError) as raised:

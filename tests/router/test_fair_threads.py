@@ -23,7 +23,7 @@ class Gate:
     def function(self, name: str) -> Callable[[], str]:
         def run() -> str:
             self.begun.append(name)
-            assert self._let_go.acquire(timeout=60)
+            assert self._let_go.acquire(timeout=240)
             return name
 
         return run

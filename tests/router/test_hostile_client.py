@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -169,9 +170,8 @@ def form(draw: random.Random) -> bytes:
     return f"{body}--{BOUNDARY}--\r\n".encode()
 
 
-async def call_http(port: int, draw: random.Random, routes: list[tuple[str, str]]) -> str:
-    """Send a random request to the HTTP port; return the status of the response, or `none`, and the path."""
-    method, pattern = draw.choice(routes)
+async def call_http(port: int, draw: random.Random, method: str, pattern: str) -> str:
+    """Send a random request to a route; return the status of the response, or `none`, and the path."""
     path = re.sub("{[^}]*}", lambda _: urllib.parse.quote(draw.choice((*TEXTS, "file-0", "resp_0")), safe=""), pattern)
     names = NAMES.get(pattern, ALL_NAMES)
     fields = {name: json_value(draw) for name in draw.sample(names, draw.randint(0, 8))} | draw.choice(INPUTS)
@@ -227,12 +227,14 @@ async def test_nothing_that_a_client_sends_harms_another(cluster: Cluster, round
     assert part.http is not None
     port, draw, process = part.http.port, random.Random(SEED + round_number), psutil.Process()
     methods, routes = rpc_methods(), http_routes(part.pages)
+    draw.shuffle(routes)
+    in_turn = itertools.cycle(routes)
     async with AsyncClient(part.address) as probe, open_channel(part.address) as channel:
         alone = await first_tokens(cluster, probe, 20)
         before = process.memory_info().rss
         hostile = asyncio.gather(
             send_all(lambda: call_rpc(channel, draw, methods), NUM_MESSAGES // 2),
-            send_all(lambda: call_http(port, draw, routes), NUM_MESSAGES - NUM_MESSAGES // 2),
+            send_all(lambda: call_http(port, draw, *next(in_turn)), NUM_MESSAGES - NUM_MESSAGES // 2),
         )
         beside = []
         while not hostile.done():

@@ -147,4 +147,4 @@ async def test_a_request_on_a_new_connection_is_served_while_idle_ones_are_close
     assert "connection: close" in await head_of(new[0])
     assert await rest_of(new) == b"ok"
     assert (await rest_of(silent)).startswith(b"HTTP/1.1 408 ")
-    await asyncio.wait_for(stopping, 60)
+    await asyncio.wait_for(stopping, 240)

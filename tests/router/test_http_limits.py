@@ -382,16 +382,16 @@ async def test_bodies_wait_for_earlier_ones_of_their_client_only() -> None:
     budget = BodyBudget(100)
     budget.add("a", 350)
     first, second = (asyncio.create_task(budget.reserve("a", size)) for size in (100, 10))
-    await asyncio.wait_for(budget.reserve("b", 400), 60)
+    await asyncio.wait_for(budget.reserve("b", 400), 240)
     assert budget.num_bytes == 750
     budget.remove("a", 40)  # still too little room for the first body, which the second must not overtake
     await asyncio.sleep(0)
     assert not first.done() and not second.done()  # noqa: PT018
     budget.remove("a", 10)
-    await asyncio.wait_for(first, 60)
+    await asyncio.wait_for(first, 240)
     assert not second.done()
     budget.remove("a", 10)
-    await asyncio.wait_for(second, 60)
+    await asyncio.wait_for(second, 240)
     assert budget.num_bytes == 800
 
 
@@ -410,7 +410,7 @@ async def test_a_body_that_waits_in_vain_or_no_longer_leaves_nothing_behind(monk
     with pytest.raises(asyncio.CancelledError):
         await waiting
     budget.remove("a", 5)
-    await asyncio.wait_for(behind, 60)
+    await asyncio.wait_for(behind, 240)
     budget.remove("a", 400)
     assert budget.num_bytes == 0
 
@@ -480,7 +480,7 @@ async def test_unfinished_bodies_of_one_client_do_not_block_others(cluster: Clus
 
 
 def tokenize(port: int, body: bytes) -> tuple[int, dict[str, Any]]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
     connection.request("POST", "/tokenize", body, {"authorization": "Bearer token-of-the-probe"})
     response = connection.getresponse()
     answer = json.loads(response.read())
@@ -499,7 +499,7 @@ async def test_large_bodies_of_a_client_are_parsed_one_at_a_time_beside_the_even
         threads.add(running[-1])
         if len(running) > 1:
             two_at_once.set()
-        may_go_on.wait(60)
+        may_go_on.wait(240)
         two_at_once.wait(0.02)  # enough time for another body's parser to start
         running.pop()
         return len(body.fields)

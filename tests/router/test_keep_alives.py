@@ -316,6 +316,6 @@ async def test_one_timer_serves_all_streams(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(240):
         while not condition():  # noqa: ASYNC110 (nothing signals it)
             await asyncio.sleep(0.005)

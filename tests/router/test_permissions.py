@@ -121,7 +121,7 @@ def http_status(port: int, method: str, path: str, token: str) -> int:
     headers = {"authorization": f"Bearer {token}"}
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=240) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         with error:
@@ -138,7 +138,7 @@ async def test_monitoring_without_credentials_sees_metrics_and_nothing_else(clus
     for path in ("/metrics", "/v1/models", "/v1/completions"):
         request = urllib.request.Request(f"http://127.0.0.1:{part.http.port}{path}")
         try:
-            with await asyncio.to_thread(urllib.request.urlopen, request, timeout=60) as response:
+            with await asyncio.to_thread(urllib.request.urlopen, request, timeout=240) as response:
                 statuses[path] = response.status
         except urllib.error.HTTPError as error:
             statuses[path] = error.code

@@ -57,7 +57,7 @@ class Process:
 
     def get(self, path: str) -> str:
         """Return a page from the HTTP port of the process."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}{path}", timeout=30) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}{path}", timeout=240) as response:
             return str(response.read().decode())
 
 
@@ -122,7 +122,7 @@ async def test_any_part_may_die_or_drain(
         async def read_to(count: int) -> None:
             feed.emit("r", ids[len(feed.requests["r"].tokens.get(0, [])) : count])
             while len(result.token_ids) < count:
-                result.add(await asyncio.wait_for(anext(stream), 60))
+                result.add(await asyncio.wait_for(anext(stream), 240))
 
         opening = asyncio.ensure_future(anext(stream))
         await feed.until(lambda: "r" in feed.requests)
@@ -147,8 +147,8 @@ async def test_any_part_may_die_or_drain(
             result.add(chunk)
         assert (result.text, result.token_ids) == (TEXT, ids)
         assert feed.aborts == []
-        assert await asyncio.wait_for(survivor.process.wait(), 60) == 0
-        assert await asyncio.wait_for(serving.process.wait(), 60) == 0
+        assert await asyncio.wait_for(survivor.process.wait(), 240) == 0
+        assert await asyncio.wait_for(serving.process.wait(), 240) == 0
     for item in (survivor, serving):
         lines = [json.loads(line) for line in item.log if line.startswith(b"{")]
         assert {"draining", "stopped"} <= {line["message"] for line in lines}
@@ -184,7 +184,7 @@ async def test_a_wrong_setting_ends_the_process_with_its_name(
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", service, "--port", "0", "--http-port", "0", *flags, stderr=asyncio.subprocess.PIPE
     )
-    _, log = await asyncio.wait_for(process.communicate(), 60)
+    _, log = await asyncio.wait_for(process.communicate(), 240)
     assert process.returncode == 2
     assert message in log.decode()
 
@@ -198,7 +198,7 @@ async def test_the_port_of_a_router_cannot_be_shared() -> None:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "router", "--port", port, "--http-port", "0", stderr=asyncio.subprocess.PIPE
         )
-        _, log = await asyncio.wait_for(process.communicate(), 60)
+        _, log = await asyncio.wait_for(process.communicate(), 240)
     assert process.returncode == 2
     assert "cannot listen" in log.decode()
 
@@ -242,7 +242,7 @@ async def test_a_draining_router_leaves_the_shared_ports_at_once(
         idle, new = [await open_http(opened, port) for port in (shared[1], shared[1])]
         assert "connection: close" not in await ask(*idle)
         leaving.process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(idle[0].read(), 60) == b""
+        assert await asyncio.wait_for(idle[0].read(), 240) == b""
         assert "connection: close" in await ask(*new)
         with pytest.raises(urllib.error.HTTPError, match="503"):
             await asyncio.to_thread(leaving.get, "/health")
@@ -256,7 +256,7 @@ async def test_a_draining_router_leaves_the_shared_ports_at_once(
                 feed.end(request_id)
             await asyncio.gather(running, late)
     leaving.process.send_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(leaving.process.wait(), 60) == 0
+    assert await asyncio.wait_for(leaving.process.wait(), 240) == 0
 
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -271,7 +271,7 @@ async def open_http(opened: contextlib.AsyncExitStack, port: int) -> Connection:
 async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
     """Send a request; return the status line and headers of the response in lower case."""
     writer.write(b"HEAD /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-    return (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)).decode().lower()
+    return (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 240)).decode().lower()
 
 
 async def accepted_by_all(processes: list[Process], port: int) -> None:
@@ -294,12 +294,12 @@ async def test_a_router_receives_no_larger_messages_than_its_model_needs() -> No
     # The limit allows float32 embeddings for the whole context of 8,192 tokens, plus some megabytes.
     request = generation_pb2.GenerateRequest(prompt="a" * (32 << 20))
     async with open_channel(f"127.0.0.1:{port}") as channel:
-        call: Any = service_pb2_grpc.MidstreamStub(channel).Generate(request, wait_for_ready=True, timeout=60)
+        call: Any = service_pb2_grpc.MidstreamStub(channel).Generate(request, wait_for_ready=True, timeout=240)
         with pytest.raises(grpc.aio.AioRpcError, match="the message is larger than max") as raised:
             await call.read()
     assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     signal.raise_signal(signal.SIGTERM)
-    await asyncio.wait_for(serving, 60)
+    await asyncio.wait_for(serving, 240)
 
 
 async def test_requests_that_arrive_before_schedulers_are_discovered_wait(
@@ -312,7 +312,7 @@ async def test_requests_that_arrive_before_schedulers_are_discovered_wait(
         serving = asyncio.create_task(router.serve(RouterConfig(port=port, http_port=http_port, schedulers=targets)))
         async with open_channel(f"127.0.0.1:{port}") as channel:
             stub: Any = service_pb2_grpc.MidstreamStub(channel)
-            info = await stub.GetModelInfo(loads_pb2.GetModelInfoRequest(), wait_for_ready=True, timeout=60)
+            info = await stub.GetModelInfo(loads_pb2.GetModelInfoRequest(), wait_for_ready=True, timeout=240)
         assert info.model == "smollm2"
         signal.raise_signal(signal.SIGINT)
-        await asyncio.wait_for(serving, 60)
+        await asyncio.wait_for(serving, 240)

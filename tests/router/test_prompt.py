@@ -48,7 +48,7 @@ async def test_prompts_of_one_client_leave_a_processor_to_others(
     num_processors: int, both_at_once: bool, folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt, "num_compute_threads", lambda: num_processors)
-    met, barrier = [], threading.Barrier(2, timeout=60 if both_at_once else 0.2)
+    met, barrier = [], threading.Barrier(2, timeout=240 if both_at_once else 0.2)
 
     def encode(text: str, *, add_special_tokens: bool) -> list[int]:
         try:

@@ -193,7 +193,7 @@ async def test_each_sequence_has_its_own_end(
     request = service_pb2.ResumeRequest(request_id="r", from_token=common, from_token_by_sequence=offsets)
     tokens: dict[int, list[int]] = {0: [], 1: []}
     async with open_channel(router.address) as channel:
-        call = service_pb2_grpc.MidstreamStub(channel).Resume(request, timeout=30)
+        call = service_pb2_grpc.MidstreamStub(channel).Resume(request, timeout=240)
         try:
             async for chunk in call:  # type: ignore[attr-defined]
                 tokens[chunk.sequence_index] += chunk.token_ids

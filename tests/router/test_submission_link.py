@@ -19,7 +19,7 @@ from router.pipeline.cells import Cell
 from scheduler.edge.submissions import Submissions
 
 MAX_BYTES = 4 << 20
-WAIT_S = 60
+WAIT_S = 240
 Answer = Callable[[pb.GenerateRequest], Awaitable[scheduler_pb2.SubmitResponse]]
 
 

@@ -37,7 +37,7 @@ MODEL = ModelFolder(
     weight_files=(),
     config={},
 )
-WAIT_S = 20
+WAIT_S = 240
 
 
 class FeedReader:

@@ -233,7 +233,7 @@ def test_life_cycle(executor: Executor) -> None:
         next(iter(result))
         seen.append(result.state)
         other.abort_request(request.id)
-        result.result(timeout=60)
+        result.result(timeout=240)
         seen.append(result.state)
     order = list(RequestState)
     assert [order.index(state) for state in seen] == sorted(order.index(state) for state in seen)

@@ -31,7 +31,7 @@ TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for message in mes
 {{ message.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-LIMIT_S = 120
+LIMIT_S = 240
 
 
 @pytest.fixture(scope="session")

@@ -127,7 +127,7 @@ async def test_another_method_is_an_error_of_this_api(router: Part) -> None:
     for path in ("messages", "messages/count_tokens"):
         url = f"http://127.0.0.1:{router.http.port}/v1/{path}"
         with pytest.raises(urllib.error.HTTPError) as raised:
-            await asyncio.to_thread(urllib.request.urlopen, url, timeout=60)
+            await asyncio.to_thread(urllib.request.urlopen, url, timeout=240)
         assert (raised.value.code, raised.value.headers["allow"]) == (405, "POST")
         error = json.load(raised.value)
         assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
@@ -293,7 +293,7 @@ async def test_the_version_must_be_known(router: Part) -> None:
             f"http://127.0.0.1:{router.http.port}/v1/messages", json.dumps({"messages": HI}).encode(), headers
         )
         with pytest.raises(urllib.error.HTTPError) as raised:
-            await asyncio.to_thread(urllib.request.urlopen, request, timeout=60)
+            await asyncio.to_thread(urllib.request.urlopen, request, timeout=240)
         assert raised.value.code == 400
         assert "anthropic-version" in json.load(raised.value)["error"]["message"]
         raised.value.close()

@@ -162,7 +162,7 @@ async def test_a_cancelled_batch_keeps_finished_results(
     first = next(iter(cluster.scheduler.requests))
     cluster.scheduler.emit(first, tokenizer.encode(TEXT))
     cluster.scheduler.end(first, reason=pb.FINISH_REASON_STOP)
-    await asyncio.wait_for(is_answered.wait(), 60)
+    await asyncio.wait_for(is_answered.wait(), 240)
     assert (await client.batches.cancel(batch.id)).status == "cancelling"
     batch = await ended(client, batch)
     assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("cancelled", 1, 2)
@@ -371,7 +371,7 @@ async def test_a_batch_runs_even_if_a_router_has_looked_for_it_before_it_was_sto
     num_added = 0
 
     async def create_late(self: Batches, cell: Cell, owner: str, batch: Batch) -> None:
-        await asyncio.wait_for((removed if is_removed_first else removing).wait(), 60)
+        await asyncio.wait_for((removed if is_removed_first else removing).wait(), 240)
         await create_now(self, cell, owner, batch)
 
     async def add(self: Leases, cell: Cell, owner: str, batch_id: str) -> None:
@@ -384,7 +384,7 @@ async def test_a_batch_runs_even_if_a_router_has_looked_for_it_before_it_was_sto
     async def remove(self: Leases, lease: Lease) -> None:
         removing.set()
         if not is_removed_first:
-            await asyncio.wait_for(added_again.wait(), 60)
+            await asyncio.wait_for(added_again.wait(), 240)
         await remove_now(self, lease)
         removed.set()
 

@@ -65,7 +65,7 @@ def found_in(value: Any) -> list[object]:
 def post(url: str, body: dict[str, Any]) -> str:
     headers = {"Content-Type": "application/json", "anthropic-version": "2023-06-01"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=30) as response:
+    with urllib.request.urlopen(request, timeout=240) as response:
         content: bytes = response.read()
     return content.decode()
 
@@ -86,7 +86,7 @@ async def test_http(address: str, path: str, *, stream: bool) -> None:
 async def test_kserve(address: str, router: Part) -> None:
     async with grpc.aio.insecure_channel(router.address) as channel:
         stub: Any = kserve_pb2_grpc.GRPCInferenceServiceStub(channel)
-        response = await stub.ModelInfer(infer_request(), timeout=30)
+        response = await stub.ModelInfer(infer_request(), timeout=240)
     assert response.parameters["kind_changed_at"].int64_param == CHANGED_AT
 
 
@@ -94,7 +94,7 @@ async def test_openengine(address: str, router: Part) -> None:
     request = oe.GenerateRequest(prompt="count")
     async with grpc.aio.insecure_channel(router.address) as channel:
         stub: Any = openengine_pb2_grpc.InferenceStub(channel)
-        call = stub.Generate(request, timeout=30)
+        call = stub.Generate(request, timeout=240)
         assert [event async for event in call]
         metadata = dict(await call.trailing_metadata())
     assert metadata["midstream-kind-changed-at"] == str(CHANGED_AT)

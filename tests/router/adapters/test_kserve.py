@@ -198,7 +198,7 @@ async def sent(cluster: Cluster, request: kserve_pb2.ModelInferRequest) -> pb.Ge
     async with grpc.aio.insecure_channel(router.address) as channel:
         stub = cast("GRPCInferenceServiceAsyncStub", kserve_pb2_grpc.GRPCInferenceServiceStub(channel))
         try:
-            await stub.ModelInfer(request, timeout=60)
+            await stub.ModelInfer(request, timeout=240)
         except grpc.aio.AioRpcError:
             answering.cancel()
             raise
@@ -268,12 +268,12 @@ async def test_an_aborted_request_is_an_error_and_not_a_short_text(
         stub = cast("GRPCInferenceServiceAsyncStub", kserve_pb2_grpc.GRPCInferenceServiceStub(channel))
         writing = asyncio.create_task(write())
         if streams:
-            *pieces, last = [item async for item in stub.ModelStreamInfer(iter([infer_request()]), timeout=60)]
+            *pieces, last = [item async for item in stub.ModelStreamInfer(iter([infer_request()]), timeout=240)]
             assert "aborted" in last.error_message
             assert not any(item.infer_response.parameters["triton_final_response"].bool_param for item in pieces)
         else:
             with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await stub.ModelInfer(infer_request(), timeout=60)
+                await stub.ModelInfer(infer_request(), timeout=240)
             assert raised.value.code() is grpc.StatusCode.CANCELLED
         await writing
 
@@ -348,7 +348,7 @@ async def test_an_error_in_a_stream_names_the_tensor_of_the_client(cluster: Clus
     request = infer_request("text_output", random_seed=("UINT64", 7), min_length=("INT32", 1 << 30))
     async with grpc.aio.insecure_channel(router.address) as channel:
         stub = cast("GRPCInferenceServiceAsyncStub", kserve_pb2_grpc.GRPCInferenceServiceStub(channel))
-        (answer,) = [item async for item in stub.ModelStreamInfer(iter([request]), timeout=60)]
+        (answer,) = [item async for item in stub.ModelStreamInfer(iter([request]), timeout=240)]
     assert answer.error_message.startswith("min_length: ")
 
 
@@ -379,7 +379,7 @@ async def test_a_stream_ends_with_a_status_when_the_router_drains(
     router = await cluster.add_router(await cluster.add_detokenizer())
     async with grpc.aio.insecure_channel(router.address) as channel:
         stub = cast("GRPCInferenceServiceAsyncStub", kserve_pb2_grpc.GRPCInferenceServiceStub(channel))
-        call = stub.ModelStreamInfer(timeout=60)
+        call = stub.ModelStreamInfer(timeout=240)
         await call.write(infer_request())
         await cluster.scheduler.until(lambda: cluster.scheduler.requests)
         (request_id,) = cluster.scheduler.requests
@@ -398,7 +398,7 @@ async def test_a_stream_ends_with_a_status_when_the_router_drains(
         with pytest.raises(grpc.aio.AioRpcError, match="draining") as ended:
             await call.read()
         assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
-        await asyncio.wait_for(draining, 60)
+        await asyncio.wait_for(draining, 240)
     assert len(cluster.scheduler.requests) == 1
 
 
@@ -409,8 +409,8 @@ async def test_a_call_that_arrives_as_the_router_drains_is_served(
     router = await cluster.add_router(await cluster.add_detokenizer())
     async with grpc.aio.insecure_channel(router.address) as channel:
         stub = cast("GRPCInferenceServiceAsyncStub", kserve_pb2_grpc.GRPCInferenceServiceStub(channel))
-        await stub.ServerLive(kserve_pb2.ServerLiveRequest(), timeout=60)
-        call = stub.ModelStreamInfer(timeout=60)
+        await stub.ServerLive(kserve_pb2.ServerLiveRequest(), timeout=240)
+        call = stub.ModelStreamInfer(timeout=240)
         draining = asyncio.create_task(router.server.stop(drain_timeout_s=60))
         await router.server.draining.wait()
         await call.write(infer_request())
@@ -420,4 +420,4 @@ async def test_a_call_that_arrives_as_the_router_drains_is_served(
         answer: Any = await call.read()
         assert not answer.error_message
         assert await call.code() is grpc.StatusCode.OK
-        await asyncio.wait_for(draining, 60)
+        await asyncio.wait_for(draining, 240)

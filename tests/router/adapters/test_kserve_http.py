@@ -37,7 +37,7 @@ PATH = "/v2/models/smollm2"
 
 async def http_of(router: Part) -> httpx.AsyncClient:
     assert router.http is not None
-    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{router.http.port}", timeout=30)
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{router.http.port}", timeout=240)
 
 
 async def test_generate_as_in_tritons_examples(cluster: Cluster, router: Part, tokenizer: Tokenizer) -> None:

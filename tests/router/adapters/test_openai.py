@@ -204,7 +204,7 @@ async def test_an_event_id_of_another_request_is_refused(router: Part) -> None:
             {"Last-Event-ID": event_id},
         )
         with pytest.raises(urllib.error.HTTPError) as raised:
-            await asyncio.to_thread(urllib.request.urlopen, request, timeout=60)
+            await asyncio.to_thread(urllib.request.urlopen, request, timeout=240)
         assert raised.value.code == 400
         assert json.load(raised.value)["error"]["param"] == "Last-Event-ID"
         raised.value.close()

@@ -79,7 +79,7 @@ async def test_values_beyond_the_described_bounds_are_refused(router: Part, path
     headers = {"anthropic-version": "2023-06-01"}
     accepted = []
     async with httpx2.AsyncClient(
-        base_url=f"http://127.0.0.1:{router.http.port}", headers=headers, timeout=60
+        base_url=f"http://127.0.0.1:{router.http.port}", headers=headers, timeout=240
     ) as client:
         for name, field in media["schema"]["properties"].items():
             for value in beyond(field.get("anyOf", [field])[0]):

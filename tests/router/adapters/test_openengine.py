@@ -55,7 +55,7 @@ async def run(
         cluster.scheduler.end(request.request_id)
 
     async def read() -> list[oe.GenerateResponse]:
-        call = inference.Generate(request, metadata=(("openengine-priority", "7"),), timeout=30)
+        call = inference.Generate(request, metadata=(("openengine-priority", "7"),), timeout=240)
         return [event async for event in call]
 
     events, _ = await asyncio.gather(read(), answer())
@@ -125,7 +125,7 @@ async def test_a_bad_request_is_refused_by_name(
     inference: InferenceAsyncStub, request_: oe.GenerateRequest, code: grpc.StatusCode, word: str
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as failure:
-        _ = [event async for event in inference.Generate(request_, timeout=30)]
+        _ = [event async for event in inference.Generate(request_, timeout=240)]
     assert failure.value.code() is code
     assert word in (failure.value.details() or "")
 
@@ -133,7 +133,7 @@ async def test_a_bad_request_is_refused_by_name(
 async def test_a_request_that_fails_later_ends_with_an_error_event(
     cluster: Cluster, inference: InferenceAsyncStub
 ) -> None:
-    call = inference.Generate(oe.GenerateRequest(request_id="r", prompt="Hi"), timeout=30)
+    call = inference.Generate(oe.GenerateRequest(request_id="r", prompt="Hi"), timeout=240)
     reading = asyncio.ensure_future(call.read())
     await cluster.scheduler.until(lambda: "r" in cluster.scheduler.requests)
     cluster.scheduler.end("r", reason=pb.FINISH_REASON_ERROR)
@@ -146,30 +146,30 @@ async def test_a_request_that_fails_later_ends_with_an_error_event(
 async def test_disconnects_and_aborts_end_the_request(
     cluster: Cluster, inference: InferenceAsyncStub, control: ControlAsyncStub
 ) -> None:
-    call = inference.Generate(oe.GenerateRequest(request_id="left", prompt="Hi"), timeout=30)
+    call = inference.Generate(oe.GenerateRequest(request_id="left", prompt="Hi"), timeout=240)
     reading = asyncio.ensure_future(call.read())
     await cluster.scheduler.until(lambda: "left" in cluster.scheduler.requests)
     call.cancel()
     await cluster.scheduler.until(lambda: "left" in cluster.scheduler.aborts)
     await asyncio.gather(reading, return_exceptions=True)
-    answer = await control.Abort(oe.AbortRequest(request_id="unknown"), timeout=30)
+    answer = await control.Abort(oe.AbortRequest(request_id="unknown"), timeout=240)
     assert answer.status == oe.ABORT_STATUS_ALREADY_FINISHED
     with pytest.raises(grpc.aio.AioRpcError) as failure:
-        await control.Abort(oe.AbortRequest(all_requests=oe.AllRequests()), timeout=30)
+        await control.Abort(oe.AbortRequest(all_requests=oe.AllRequests()), timeout=240)
     assert failure.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_server_info_health_and_event_sources(control: ControlAsyncStub) -> None:
-    server = await control.GetServerInfo(oe.GetServerInfoRequest(), timeout=30)
+    server = await control.GetServerInfo(oe.GetServerInfoRequest(), timeout=240)
     assert (server.engine_name, list(server.supported_models)) == ("midstream", ["smollm2"])
-    model = await control.GetModelInfo(oe.GetModelInfoRequest(model="smollm2"), timeout=30)
+    model = await control.GetModelInfo(oe.GetModelInfoRequest(model="smollm2"), timeout=240)
     assert model.max_context_length == 8192
     assert model.supports_text_input
-    load = await control.GetLoad(oe.GetLoadRequest(), timeout=30)
+    load = await control.GetLoad(oe.GetLoadRequest(), timeout=240)
     assert load.HasField("running_requests")
-    health = await control.Health(oe.HealthRequest(), timeout=30)
+    health = await control.Health(oe.HealthRequest(), timeout=240)
     assert health.state == oe.HEALTH_STATE_READY
-    sources = await control.GetKvEventSources(oe.GetKvEventSourcesRequest(), timeout=30)
+    sources = await control.GetKvEventSources(oe.GetKvEventSourcesRequest(), timeout=240)
     assert [source.transport for source in sources.sources] == ["grpc"]
 
 
@@ -189,7 +189,7 @@ async def test_kv_events_of_all_groups_are_sent_for_each_rank(
         for number, rank in [(1, 1 if asked else 0), (2, 0), (3, 1), (4, 0), (4, 1)]
         if not asked or rank in asked
     ]
-    call = control.SubscribeKvEvents(oe.SubscribeKvEventsRequest(data_parallel_ranks=asked), timeout=30)
+    call = control.SubscribeKvEvents(oe.SubscribeKvEventsRequest(data_parallel_ranks=asked), timeout=240)
     batches: list[oe.KvEventBatch] = []
     async for response in call:
         batches.append(response.batch)

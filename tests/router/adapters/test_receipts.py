@@ -94,7 +94,7 @@ async def test_a_receipt_by_id(address: str, router: Part, open_client: Callable
     answer = json.loads(await asyncio.to_thread(post, f"{address}/v1/chat/completions", BODIES["/v1/chat/completions"]))
 
     def fetch(name: str) -> Any:
-        with urllib.request.urlopen(f"{address}/v1/receipts/{name}", timeout=30) as response:
+        with urllib.request.urlopen(f"{address}/v1/receipts/{name}", timeout=240) as response:
             return json.load(response)
 
     shown = await asyncio.to_thread(fetch, f"{answer['id']}?include_request=true")

@@ -102,7 +102,7 @@ async def post(router: RouterPart, path: str, body: dict[str, Any], *, stream: b
     content = json.dumps({**body, "stream": stream, "model": "smollm2"}).encode()
 
     def send() -> str:
-        with urllib.request.urlopen(urllib.request.Request(url, content, headers), timeout=60) as response:
+        with urllib.request.urlopen(urllib.request.Request(url, content, headers), timeout=240) as response:
             return str(response.read().decode())
 
     text = await asyncio.to_thread(send)
@@ -255,8 +255,8 @@ async def test_kserve(router: RouterPart, answer: Answer) -> None:
     request = infer_request(**{name: ("BYTES", value) for name, value in guide.items()})
     async with grpc.aio.insecure_channel(router.address) as channel:
         stub: Any = kserve_pb2_grpc.GRPCInferenceServiceStub(channel)
-        whole = await stub.ModelInfer(request, timeout=60)
-        streamed = [part async for part in stub.ModelStreamInfer(iter([request]), timeout=60)]
+        whole = await stub.ModelInfer(request, timeout=240)
+        streamed = [part async for part in stub.ModelStreamInfer(iter([request]), timeout=240)]
     for response in (whole, streamed[-1].infer_response):
         assert response.parameters["output_is_valid"].bool_param is False
         assert json.loads(response.parameters["output_errors"].string_param) == [
@@ -269,7 +269,7 @@ async def test_openengine(router: RouterPart, answer: Answer) -> None:
     request = oe.GenerateRequest(prompt="Hi", guided=oe.GuidedDecoding(json_schema=LENIENT))
     async with grpc.aio.insecure_channel(router.address) as channel:
         stub: Any = openengine_pb2_grpc.InferenceStub(channel)
-        call = stub.Generate(request, timeout=60)
+        call = stub.Generate(request, timeout=240)
         assert [event async for event in call]
         metadata = dict(await call.trailing_metadata())
     assert json.loads(str(metadata["midstream-validation"])) == {"output_index": 0, **RESULTS[INVALID]}

@@ -57,14 +57,14 @@ def main() -> None:
     client.async_stream_infer("ensemble", inputs("streamed", stream=True), request_id="a")
     text, final = "", False
     while not final:
-        result, error = answers.get(timeout=60)
+        result, error = answers.get(timeout=240)
         assert error is None, error
         assert result is not None
         text += texts(result)[0]
         final = result.get_response().parameters["triton_final_response"].bool_param
     report["streamed"] = text
     client.async_stream_infer("ensemble", inputs("bad", stream=True, temperature=-1.0), request_id="b")
-    report["stream_error"] = str(answers.get(timeout=60)[1])
+    report["stream_error"] = str(answers.get(timeout=240)[1])
     client.stop_stream()
     for name, model, tensors in (
         ("unknown_model", "other", inputs("x", stream=False)),

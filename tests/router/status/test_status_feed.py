@@ -55,7 +55,7 @@ def read(port: int, path: str, num_events: int = 0, **headers: str) -> tuple[int
     """Return status, headers and body; for a stream, the body consists of the first events."""
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=240) as response:
             body = b"".join(response.readline() for _ in range(2 * num_events)) if num_events else response.read()
             return response.status, dict(response.headers), body.decode()
     except urllib.error.HTTPError as error:
@@ -224,14 +224,14 @@ async def test_a_draining_router_disconnects_its_watchers(part: Part, open_clien
             part.server.draining.set()
 
     with pytest.raises(UnavailableError, match="draining"):
-        await asyncio.wait_for(watch(), 60)
+        await asyncio.wait_for(watch(), 240)
 
 
 async def test_a_draining_router_ends_the_dashboards_feed(part: Part, cluster: Cluster) -> None:
     reading = asyncio.create_task(get(part, "/dashboard/feed"))
     await until(lambda: any(request.max_map_cells for request in cluster.scheduler.status_requests))
     part.server.draining.set()
-    status, _, _ = await asyncio.wait_for(reading, 60)
+    status, _, _ = await asyncio.wait_for(reading, 240)
     assert status in (200, 503)  # 503 if the stream is rejected before its first event
 
 
@@ -259,7 +259,7 @@ async def test_top_shows_itself_on_a_terminal_and_q_quits(part: Part) -> None:
         os.write(ours, b"p")
         await until(lambda: "paused  q quit" in written.decode(errors="ignore"))
         os.write(ours, b"q")
-        assert await asyncio.wait_for(process.wait(), 60) == 0
+        assert await asyncio.wait_for(process.wait(), 240) == 0
         assert termios.tcgetattr(theirs) == settings
     finally:
         asyncio.get_running_loop().remove_reader(ours)
