@@ -104,8 +104,8 @@ class SchedulerConfig(GrpcServiceConfig):
     payload_ttl_s: int = setting(7 * 24 * 3600, "Seconds that the payload is stored.")
     max_stored_bytes: int = setting(
         16 << 30,
-        "Maximum bytes of files and batches that one client may store; without authentication, the limit for all "
-        "clients together.",
+        "Maximum bytes of files, batches and conversations that one client may store; without authentication, the "
+        "limit for all clients together.",
     )
     journal: str = setting(
         "log", "Kind of journal, which stores requests and tokens.", choices=("off", "log", "postgres")

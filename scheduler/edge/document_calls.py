@@ -6,6 +6,7 @@ the ledger.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from midstream.errors import InvalidArgumentError, NotFoundError, OverloadedError
@@ -16,8 +17,11 @@ _PREFIX = "client "
 _MAX_LISTED = 1000
 # A response of ListDocuments ends after this many bytes; a single document may be larger.
 _LISTED_BYTES = 8 << 20
-# Smaller documents, such as the state of a batch, are stored even if the owner has reached its limit.
-_COUNTED_BYTES = 32 << 10
+# A document up to this size may be replaced when the owner has reached its limit, so that a batch that runs, for
+# example, can record its state. All such growth together has an eighth of the limit.
+_SMALL_BYTES = 32 << 10
+# How long sizes are added up before they are counted again. Until then, documents that were deleted or replaced count.
+_RECOUNT_S = 10.0
 _RETRY_AFTER_MS = 60_000
 
 
@@ -29,16 +33,14 @@ class DocumentCalls:
         self._documents = documents
         self._now_ns = now_ns
         self._max_owner_bytes = max_owner_bytes
+        self._num_bytes: dict[str, int] = {}  # by owner; at least the true size
+        self._recount_at = 0.0
 
     async def PutDocument(self, request: pb.PutDocumentRequest, context: object) -> pb.PutDocumentResponse:
         key = _key(request.key)
         if request.expires_unix_ns and request.expires_unix_ns <= self._now_ns():
             raise InvalidArgumentError("must be in the future", field="expires_unix_ns")
-        if len(request.data) > _COUNTED_BYTES:
-            num_bytes = await self._documents.num_bytes(key.owner)
-            if num_bytes + len(request.data) > self._max_owner_bytes:
-                message = f"the client stores {num_bytes} of at most {self._max_owner_bytes} bytes; delete files"
-                raise OverloadedError(message, retry_after_ms=_RETRY_AFTER_MS)
+        await self._take_room(key, len(request.data), is_replaced=request.if_version > 0)
         stored = await self._documents.put(
             key,
             request.data,
@@ -46,6 +48,25 @@ class DocumentCalls:
             if_version=request.if_version if request.HasField("if_version") else None,
         )
         return pb.PutDocumentResponse(version=stored.version if stored is not None else 0)
+
+    async def _take_room(self, key: DocumentKey, num_new: int, *, is_replaced: bool) -> None:
+        """Count a document before it is stored. Raises OverloadedError if its owner would store too much."""
+        limit = self._max_owner_bytes
+        if is_replaced and num_new <= _SMALL_BYTES:
+            limit += limit // 8
+        if time.monotonic() >= self._recount_at:
+            self._num_bytes.clear()
+            self._recount_at = time.monotonic() + _RECOUNT_S
+        if self._num_bytes.get(key.owner, limit) + num_new > limit:
+            self._num_bytes[key.owner] = await self._documents.num_bytes(key.owner, without=key)
+        num_bytes = self._num_bytes[key.owner]
+        if num_bytes + num_new > limit:
+            message = (
+                f"the client stores {num_bytes} of at most {self._max_owner_bytes} bytes; delete files, batches or "
+                "conversations"
+            )
+            raise OverloadedError(message, retry_after_ms=_RETRY_AFTER_MS)
+        self._num_bytes[key.owner] = num_bytes + num_new
 
     async def GetDocument(self, request: pb.GetDocumentRequest, context: object) -> pb.GetDocumentResponse:
         found = await self._documents.get(_key(request.key))

@@ -131,9 +131,9 @@ class Documents:
         query = Query(kind, owner, prefix, after, limit, is_descending)
         return await self._call(self._store.list, query, self._clock.now_ns())
 
-    async def num_bytes(self, owner: str) -> int:
-        """Return the total size of an owner's documents of all kinds."""
-        return await self._call(self._store.num_bytes, owner, self._clock.now_ns())
+    async def num_bytes(self, owner: str, *, without: DocumentKey | None = None) -> int:
+        """Return the total size of an owner's documents of all kinds, except one."""
+        return await self._call(self._store.num_bytes, owner, self._clock.now_ns(), without)
 
     async def close(self) -> None:
         """Return once all writes are durable or have failed."""
@@ -193,7 +193,7 @@ class DocumentStore(ABC):
         """See Documents.list."""
 
     @abstractmethod
-    def num_bytes(self, owner: str, now_ns: int) -> int:
+    def num_bytes(self, owner: str, now_ns: int, without: DocumentKey | None) -> int:
         """See Documents.num_bytes."""
 
     @abstractmethod
@@ -292,13 +292,14 @@ class SqlDocuments(DocumentStore):
         with self._reading() as execute:
             return list(_documents(execute(statement, (*values, query.limit)).fetchall()))
 
-    def num_bytes(self, owner: str, now_ns: int) -> int:
+    def num_bytes(self, owner: str, now_ns: int, without: DocumentKey | None) -> int:
         statement = (
             "SELECT coalesce(sum(length(data)), 0) FROM midstream_documents "
-            "WHERE owner = ? AND (expires_ns IS NULL OR expires_ns > ?)"
+            "WHERE owner = ? AND (expires_ns IS NULL OR expires_ns > ?) AND NOT (kind = ? AND id = ?)"
         )
+        kind, id_ = (without.kind, without.id) if without is not None else ("", "")  # no document has an empty id
         with self._reading() as execute:
-            ((num_bytes,),) = execute(statement, (owner, now_ns)).fetchall()
+            ((num_bytes,),) = execute(statement, (owner, now_ns, kind, id_)).fetchall()
         return int(cast("int", num_bytes))
 
     def expire(self, now_ns: int) -> None:

@@ -72,9 +72,26 @@ async def test_lists_are_in_order_and_by_owner(calls: DocumentCalls) -> None:
 
 async def test_the_documents_of_an_owner_have_a_size_limit(calls: DocumentCalls) -> None:
     await put(calls, key("1"), bytes(60_000))
-    with pytest.raises(OverloadedError):
+    with pytest.raises(OverloadedError, match="stores 60000 of at most 100000 bytes"):
         await put(calls, key("2"), bytes(60_000))
     await put(calls, key("2"), b"small")
     await put(calls, key("2", "b"), bytes(60_000))
     await calls.DeleteDocument(pb.DeleteDocumentRequest(key=key("1")), CONTEXT)
     await put(calls, key("3"), bytes(60_000))
+
+
+async def test_small_documents_count_too(calls: DocumentCalls) -> None:
+    for number in range(10):
+        await put(calls, key(str(number)), bytes(10_000))
+    with pytest.raises(OverloadedError):
+        await put(calls, key("one more"), b"x", if_version=0)
+    # What exists may be replaced, and grow until an eighth more is stored.
+    assert await put(calls, key("1"), bytes(20_000), if_version=1) == 2
+    with pytest.raises(OverloadedError):
+        await put(calls, key("2"), bytes(20_000), if_version=1)
+    assert await put(calls, key("2"), bytes(12_500), if_version=1) == 2
+
+
+async def test_a_document_that_is_replaced_counts_once(calls: DocumentCalls) -> None:
+    for version in range(5):
+        assert await put(calls, key("1"), bytes(90_000), if_version=version) == version + 1

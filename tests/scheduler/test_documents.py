@@ -149,6 +149,7 @@ async def test_the_size_counts_an_owners_documents_of_all_kinds(make: Make, hand
         await documents.put(DocumentKey("ann", "file", "f"), b"123")
         await documents.put(DocumentKey("bob", "file", "f"), b"1")
         assert await documents.num_bytes("ann") == 8
+        assert await documents.num_bytes("ann", without=KEY) == 3
         assert await documents.num_bytes("") == 0
 
 

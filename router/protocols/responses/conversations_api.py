@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from midstream.errors import InvalidArgumentError, NotFoundError, UnsupportedError
 from router.authentication import current_caller
-from router.pipeline.idempotency import HEADER, check_key
+from router.pipeline.idempotency import HEADER, check_key, request_id_of
 from router.protocols.batches.files import new_id
 from router.protocols.batches.keys import claim
 from router.protocols.body_reader import BodyReader
@@ -97,15 +97,20 @@ class ConversationsApi:
 
     async def _add(self, request: Request) -> Response:
         conversation_id = request.path_params["conversation_id"]
+        key = check_key(request.headers.get(HEADER))
         # So that they follow the items of responses that have ended, and may be the outputs of their calls.
         known, _ = await self._responses.settled(conversation_id)
-        items, _, ignored = await self._bodies.read(request, lambda body: _read(body, "items", earlier=known.items))
+        items, _, ignored = await self._bodies.read(
+            request, lambda body: _read(body, "items", earlier=known.items, key=key and f"{conversation_id} {key}")
+        )
         if not items:
             raise InvalidArgumentError("must not be empty", field="items")
-        ids = {item["id"] for item in items}
 
         def change(conversation: StoredConversation) -> None:
-            if not ids & {item["id"] for item in conversation.items}:
+            stored = {_own(item): item for item in conversation.items}
+            if any(stored.get(_own(item), item) != item for item in items):
+                raise InvalidArgumentError("was used with other items", field="Idempotency-Key")
+            if not any(_own(item) in stored for item in items):
                 conversation.entries += [Entry(item) for item in items]
 
         await self._conversations.update(conversation_id, change, is_limited=True)
@@ -133,9 +138,12 @@ class ConversationsApi:
         return JSONResponse((await self._conversations.update(conversation_id, change)).view())
 
 
-def _read(body: Body, *known: str, earlier: Sequence[Item] = ()) -> tuple[list[Item], Mapping[str, object], list[str]]:
+def _read(
+    body: Body, *known: str, earlier: Sequence[Item] = (), key: str = ""
+) -> tuple[list[Item], Mapping[str, object], list[str]]:
     """Return the items and the metadata of a body, and the fields that have no effect. The items may be outputs of
-    calls in `earlier` ones. Raises InvalidArgumentError or UnsupportedError if a field is not `known`, or invalid.
+    calls in `earlier` ones; their ids follow from `key` if there is one. Raises InvalidArgumentError or
+    UnsupportedError if a field is not `known`, or invalid.
     """
     for name in body.fields:
         if name not in known:
@@ -152,18 +160,23 @@ def _read(body: Body, *known: str, earlier: Sequence[Item] = ()) -> tuple[list[I
             ignored += check_fields(Body({"input": [item.fields]}), RESPONSES, RESPONSES_TYPES, RESPONSES_OPAQUE)
         except (InvalidArgumentError, UnsupportedError) as error:
             raise type(error)(error.message, field=error.field.replace("input[0]", f"items[{index}]", 1)) from None
-        items.append(_new(item.fields))
+        items.append(_new(item.fields, request_id_of(f"{key} {index}", PATH) if key else uuid.uuid4().hex))
     turns = Turns(True)
     turns.expect(earlier)
     turns.add(body.objects("items"))
     return items, metadata, [name.replace("input", "items", 1) for name in dict.fromkeys(ignored)]
 
 
-def _new(item: Item) -> Item:
-    """Return an item as it is stored, with an id of its own."""
+def _new(item: Item, own: str) -> Item:
+    """Return an item as it is stored, with an id that ends with `own`."""
     kind = str(item.get("type") or "message")
-    new = listed(item, f"{_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}")
+    new = listed(item, f"{_PREFIXES.get(kind, 'item')}_{own}")
     return {**new, "status": "completed"} if kind != "reasoning" else new
+
+
+def _own(item: Item) -> str:
+    """Return an item's id without the prefix for its type."""
+    return str(item["id"]).rpartition("_")[2]
 
 
 def _item(conversation: StoredConversation, item_id: str) -> Item:

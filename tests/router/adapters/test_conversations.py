@@ -68,6 +68,20 @@ async def test_items_are_added_listed_retrieved_and_removed(client: openai.Async
     assert len((await client.conversations.items.list(conversation.id)).data) == 2
 
 
+async def test_a_call_that_is_repeated_with_its_key_adds_items_once(client: openai.AsyncOpenAI) -> None:
+    conversation = await client.conversations.create(items=[HELLO, CALL])
+    key: Any = {"extra_headers": {"Idempotency-Key": "k"}}
+    added = await client.conversations.items.create(conversation.id, items=[RESULT, HELLO], **key)
+    again = await client.conversations.items.create(conversation.id, items=[RESULT, HELLO], **key)
+    assert again == added
+    assert len((await client.conversations.items.list(conversation.id)).data) == 4
+    with pytest.raises(openai.BadRequestError, match="Idempotency-Key: was used with other items"):
+        await client.conversations.items.create(conversation.id, items=[HELLO], **key)
+    other = await client.conversations.create(items=[CALL])
+    await client.conversations.items.create(other.id, items=[RESULT, HELLO], **key)
+    assert len((await client.conversations.items.list(other.id)).data) == 3
+
+
 async def test_the_output_of_a_call_can_be_added_after_the_call(client: openai.AsyncOpenAI) -> None:
     conversation = await client.conversations.create(items=[HELLO, CALL])
     added = await client.conversations.items.create(conversation.id, items=[RESULT])
