@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from midstream.errors import ConfigError
 from midstream.model.folder import ModelFolder
-from router.parsers import deepseek, gemma, glm, harmony, hermes, invoke, kimi, llama, mistral, pythonic, qwen_coder
+from router.parsers import (
+    deepseek,
+    gemma,
+    glm,
+    harmony,
+    hermes,
+    invoke,
+    json_lists,
+    kimi,
+    llama,
+    mistral,
+    pythonic,
+    qwen_coder,
+)
 from router.parsers.guides import CallGrammar, TaggedArguments
 from router.parsers.machine import Machine, Offer, Script
-from router.parsers.reasoning import ThinkTags, after_thinking, plain
+from router.parsers.reasoning import ThinkTags, after_thinking, plain, unwrapped
 
+_Grammar = Callable[[str], CallGrammar]
 _BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
@@ -48,9 +62,30 @@ def _deepseek(template: str) -> CallGrammar:
     return CallGrammar(deepseek.BEGIN, f"{call}NAME{separator}", end, "", deepseek.END)
 
 
-def _qwen_coder(template: str) -> CallGrammar:
+def _json_list(marks: Mapping[str, str], name: str = "name", arguments: str = "arguments") -> _Grammar:
+    """Return the grammar of calls in an array after the first of the marks that the template has."""
+
+    def grammar(template: str) -> CallGrammar:
+        mark = next((mark for mark in marks if mark in template), next(iter(marks)))
+        return CallGrammar(f"{mark}[", f'{{"{name}": "NAME", "{arguments}": ', "}", ", ", f"]{marks[mark]}")
+
+    return grammar
+
+
+def _lfm2(template: str) -> CallGrammar:
+    begin, end = pythonic.LFM2
+    return CallGrammar(f"{begin}[", "NAME(", ")", ", ", f"]{end}", notation={"notation": "python"})
+
+
+def _olmo3(template: str) -> CallGrammar:
+    begin, end = pythonic.OLMO3
+    return CallGrammar(begin, "NAME(", ")", "\n", end, notation={"notation": "python"})
+
+
+def _qwen_coder(tags: tuple[str, str]) -> _Grammar:
     style = TaggedArguments("<parameter=KEY>\n", "\n</parameter>\n", ("</parameter>", "</function>"))
-    return CallGrammar("<tool_call>\n", "<function=NAME>\n", "</function>", None, "\n</tool_call>", style)
+    begin, end = f"{tags[0]}\n", f"\n{tags[1]}"
+    return lambda template: CallGrammar(begin, "<function=NAME>\n", "</function>", None, end, style)
 
 
 def _glm(template: str) -> CallGrammar:
@@ -90,11 +125,15 @@ def _minimax(template: str) -> CallGrammar:
     return _invocations("", invoke.MINIMAX_BEGIN, invoke.MINIMAX_END)
 
 
-def _deepseek_v32(template: str) -> CallGrammar:
-    return _invocations(invoke.DSML, invoke.DSML_BEGIN, invoke.DSML_END, ' string="IS_STRING"')
+def _dots(template: str) -> CallGrammar:
+    return _invocations("", invoke.DOTS_BEGIN, invoke.DOTS_END)
 
 
-def _gemma(marks: tuple[str, str, str]) -> Callable[[str], CallGrammar]:
+def _dsml(begin: str, end: str) -> _Grammar:
+    return lambda template: _invocations(invoke.DSML, begin, end, ' string="IS_STRING"')
+
+
+def _gemma(marks: tuple[str, str, str]) -> _Grammar:
     begin, end, quote = marks
     notation = {"notation": "gemma", "quote": quote, "item_separator": ",", "key_separator": ":"}
     return lambda template: CallGrammar(begin, "call:NAME", "", None, end, notation=notation)
@@ -110,30 +149,69 @@ class ToolFormat:
         make_id: Makes a call's id in the form that the template expects, from a 16-byte digest, the tool's name and the
             index of the call.
         grammar: Returns the grammar of calls that follow a schema, given the model's template; None if there is none.
+        wrappers: Markers around the answer, which are left out of it.
     """
 
     script: Script
     marks: tuple[str, ...]
     ends_reasoning: tuple[str, ...] = ()
     make_id: Callable[[bytes, str, int], str] = _plain_id
-    grammar: Callable[[str], CallGrammar] | None = None
+    grammar: _Grammar | None = None
+    wrappers: tuple[str, ...] = ()
+
+
+def _list_format(
+    marks: Mapping[str, str], keys: tuple[str, str] = ("name", "arguments"), wrappers: tuple[str, ...] = ()
+) -> ToolFormat:
+    every = tuple(dict.fromkeys((*marks, *filter(None, marks.values()))))
+    return ToolFormat(
+        json_lists.after(marks), (*every, *wrappers), tuple(marks), grammar=_json_list(marks, *keys), wrappers=wrappers
+    )
+
+
+def _hermes_format(wrappers: tuple[str, ...] = ()) -> ToolFormat:
+    marks = (hermes.OPENING, hermes.CLOSING, *wrappers)
+    return ToolFormat(hermes.script, marks, hermes.BEGINS, grammar=_hermes, wrappers=wrappers)
+
+
+def _qwen_coder_format(tags: tuple[str, str]) -> ToolFormat:
+    return ToolFormat(qwen_coder.between(*tags), tags, qwen_coder.begins(tags[0]), grammar=_qwen_coder(tags))
+
+
+def _dsml_format(script: Script, tags: tuple[str, str]) -> ToolFormat:
+    return ToolFormat(script, (invoke.DSML,), tags[:1], grammar=_dsml(*tags))
 
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    "hermes": ToolFormat(hermes.script, (hermes.OPENING, hermes.CLOSING), hermes.BEGINS, grammar=_hermes),
+    "hermes": _hermes_format(),
+    "ernie45": _hermes_format(("<response>", "</response>")),
+    "granite": _list_format(json_lists.GRANITE),
+    "phi4_mini_json": _list_format(json_lists.PHI4_MINI),
+    "hunyuan_a13b": _list_format(json_lists.HUNYUAN),
+    "nemotron_json": _list_format(json_lists.NEMOTRON),
+    "cohere_command": _list_format(
+        json_lists.COMMAND,
+        ("tool_name", "parameters"),
+        ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
+    "lfm2": ToolFormat(pythonic.between(*pythonic.LFM2), pythonic.LFM2, pythonic.LFM2[:1], grammar=_lfm2),
+    "olmo3": ToolFormat(pythonic.between(*pythonic.OLMO3), pythonic.OLMO3, pythonic.OLMO3[:1], grammar=_olmo3),
     "llama3_json": ToolFormat(llama.script, (llama.TAG,), grammar=_llama),
     "pythonic": ToolFormat(pythonic.script, (pythonic.START, pythonic.END), grammar=_pythonic),
     "mistral": ToolFormat(mistral.script, (mistral.MARK, mistral.CALL_ID, mistral.ARGS), (), _short_id, _mistral),
-    "qwen3_coder": ToolFormat(
-        qwen_coder.script, (hermes.OPENING, hermes.CLOSING), qwen_coder.BEGINS, grammar=_qwen_coder
-    ),
+    "qwen3_coder": _qwen_coder_format(qwen_coder.QWEN),
+    "seed_oss": _qwen_coder_format(qwen_coder.SEED_OSS),
     "deepseek_v3": ToolFormat(
         deepseek.script,
         (deepseek.BEGIN, deepseek.END, deepseek.CALL, deepseek.SEPARATOR, deepseek.CALL_END),
         (deepseek.BEGIN,),
         grammar=_deepseek,
     ),
-    "deepseek_v32": ToolFormat(invoke.deepseek_v32, (invoke.DSML,), (invoke.DSML_BEGIN,), grammar=_deepseek_v32),
+    "deepseek_v32": _dsml_format(invoke.deepseek_v32, (invoke.DSML_BEGIN, invoke.DSML_END)),
+    "deepseek_v4": _dsml_format(invoke.deepseek_v4, (invoke.DSML4_BEGIN, invoke.DSML4_END)),
+    "dots": ToolFormat(
+        invoke.dots, (invoke.DOTS_BEGIN, invoke.DOTS_END), (invoke.DOTS_BEGIN,), grammar=_dots
+    ),
     "kimi_k2": ToolFormat(
         kimi.script, (kimi.BEGIN, kimi.END, kimi.CALL, kimi.ARGUMENT, kimi.CALL_END), (kimi.BEGIN,), _kimi_id, _kimi
     ),
@@ -152,6 +230,8 @@ REASONING_FORMATS: dict[str, ThinkTags | None] = {
     "think": ThinkTags("<think>", "</think>"),
     "deepseek_r1": ThinkTags("<think>", "</think>", is_always_open=True),
     "mistral": ThinkTags("[THINK]", "[/THINK]"),
+    "seed_oss": ThinkTags("<seed:think>", "</seed:think>"),
+    "cohere_command": ThinkTags("<|START_THINKING|>", "<|END_THINKING|>"),
     "gemma4": ThinkTags("<|channel>thought", "<channel|>"),
     "openai": None,
 }
@@ -170,14 +250,27 @@ class _Row:
 # The first matching rule applies.
 _TOOL_ROWS = (
     _Row("openai", ("<|channel|>", "<|message|>"), architectures=("gpt_oss",)),
+    _Row("deepseek_v4", (invoke.DSML4_BEGIN,)),
+    _Row("deepseek_v4", ("｜DSML｜", "tool_calls>"), lacks=("function_calls>",)),
     _Row("deepseek_v32", ("｜DSML｜",)),
     _Row("deepseek_v3", ("<｜tool▁calls▁begin｜>",)),
     _Row("kimi_k2", (kimi.BEGIN,)),
     _Row("minimax_m2", (invoke.MINIMAX_BEGIN,), architectures=("minimax_m2",)),
     _Row("glm45", ("<tool_call>", "<arg_key>"), architectures=("glm4_moe",)),
     _Row("qwen3_coder", ("<tool_call>", "<function=")),
+    _Row("seed_oss", ("<seed:tool_call>",)),
     _Row("gemma4", ("<|tool_call>",)),
+    _Row("cohere_command", ("<|START_ACTION|>",)),
+    _Row("lfm2", ("<|tool_call_start|>",)),
+    _Row("lfm2", ("<|tool_list_start|>",)),
+    _Row("olmo3", ("<function_calls>",)),
+    _Row("dots", (invoke.DOTS_BEGIN,)),
+    _Row("hunyuan_a13b", ("<tool_calls>",)),
+    _Row("nemotron_json", ("<TOOLCALL>",)),
+    _Row("phi4_mini_json", ("<|tool|>", "<|/tool|>")),
+    _Row("granite", ("<|tool_call|>",)),
     _Row("functiongemma", ("<start_function_call>",)),
+    _Row("ernie45", ("<tool_call>", "<response>")),
     _Row("hermes", ("<tool_call>",)),
     _Row("mistral", ("[TOOL_CALLS]",)),
     _Row("pythonic", ("<|python_start|>",)),
@@ -189,6 +282,8 @@ _REASONING_ROWS = (
     _Row("openai", ("<|channel|>", "<|message|>"), architectures=("gpt_oss",)),
     _Row("gemma4", ("<|channel>", "<channel|>")),
     _Row("mistral", ("[THINK]",)),
+    _Row("seed_oss", ("</seed:think>",)),
+    _Row("cohere_command", ("<|END_THINKING|>",)),
     _Row("deepseek_r1", ("</think>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>"), lacks=("thinking",)),
     _Row("think", ("</think>",)),
 )
@@ -219,11 +314,12 @@ class ModelFormat:
         if self.has_channels:
             return Machine(harmony.script, offer)
         reads_calls = self.tools is not None and offer.tools
-        answer = self.tools.script if self.tools and reads_calls else plain
+        wrappers = self.tools.wrappers if self.tools else ()
+        answer = self.tools.script if self.tools and reads_calls else unwrapped if wrappers else plain
         if self.reasoning is None:
-            return Machine(answer, offer)
+            return Machine(answer, offer, wrappers)
         ends = self.tools.ends_reasoning if self.tools and reads_calls else ()
-        return Machine(after_thinking(self.reasoning, answer, ends), offer)
+        return Machine(after_thinking(self.reasoning, answer, ends), offer, wrappers)
 
     def call_id(self, request_id: str, sequence: int, index: int, name: str) -> str:
         """Return an id for a call without one; deterministic, so that parsing the text again gives the same id."""

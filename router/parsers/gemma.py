@@ -24,7 +24,7 @@ def between(opening: str, closing: str, quote: str) -> Script:
                 body += part + mark
             call = _read(body.removesuffix(closing), quote)
             if machine.settle([call] if call else None, opening + body):
-                yield from machine.take_space()
+                yield from machine.after_call()
 
     return script
 

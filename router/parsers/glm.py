@@ -20,7 +20,7 @@ def script(machine: Machine) -> Steps[None]:
         )
         call = _read(body, machine.offer)
         if machine.settle([call] if call else None, _OPENING + body + closing):
-            yield from machine.take_space()
+            yield from machine.after_call()
 
 
 def _read(body: str, offer: Offer) -> Call | None:

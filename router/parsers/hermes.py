@@ -29,4 +29,4 @@ def script(machine: Machine) -> Steps[None]:
             machine.unread(later)
             has_put_back = has_put_back or bool(later)
         if machine.settle(calls, OPENING + space + body + closing):
-            yield from machine.take_space()
+            yield from machine.after_call()

@@ -12,10 +12,12 @@ _DECODER = json.JSONDecoder()
 
 
 def read_call(value: object) -> Call | None:
-    """Return the call in a JSON value. Llama's key for the arguments is `parameters`, other formats' `arguments`."""
+    """Return the call in a JSON value. Llama's key for the arguments is `parameters`, other formats' `arguments`;
+    Command's key for the name is `tool_name`.
+    """
     if not isinstance(value, dict):
         return None
-    name = value.get("name")
+    name = value.get("name", value.get("tool_name"))
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         try:

@@ -9,6 +9,9 @@ _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _WORD = re.compile(r"[A-Za-z_][\w.\-]*")
 _WORDS: dict[str, object] = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", "0": "\0"}
+_AFTER_VALUE = re.compile(r"\s*([,:)\]}]|\Z)")
+# The beginning of a set: a text or number, and no colon.
+_SET = re.compile(r"""\s*("[^"\\]*"|'[^'\\]*'|[-+.\d]+)\s*[,}]""")
 _CODED = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})")
 
 
@@ -19,11 +22,14 @@ class LiteralError(ValueError):
 class Literals:
     """Parses the literals in a text one after another."""
 
-    def __init__(self, text: str, quote: str = "") -> None:
-        """`quote` is a delimiter of strings without escapes, in addition to Python's quotes."""
+    def __init__(self, text: str, quote: str = "", *, ends_late: bool = False) -> None:
+        """`quote` is a delimiter of strings without escapes, in addition to Python's quotes. If `ends_late`, a quote
+        ends a string only where the value may end, since models write quotes in strings without escapes.
+        """
         self.position = 0
         self._text = text
         self._quote = quote
+        self._ends_late = ends_late
         self._depth = 0
 
     def skip(self, mark: str = "") -> bool:
@@ -71,7 +77,7 @@ class Literals:
         if self.skip("("):
             return self.items(")")
         if self.skip("{"):
-            return self.fields("}")
+            return self.items("}") if _SET.match(self._text, self.position) else self.fields("}")
         if _WORD.match(self._text, self.position):
             name = self.word()
             if name not in _WORDS:
@@ -129,7 +135,7 @@ class Literals:
         parts: list[str] = []
         text = self._text
         while True:
-            end, escape = text.find(quote, self.position), text.find("\\", self.position)
+            end, escape = self._end_of_string(quote), text.find("\\", self.position)
             if end == -1:
                 raise LiteralError("unterminated string")
             if escape == -1 or end < escape:
@@ -139,6 +145,13 @@ class Literals:
             parts.append(text[self.position : escape])
             self.position = escape + 1
             parts.append(self._escaped())
+
+    def _end_of_string(self, quote: str) -> int:
+        """Return the position of the quote that ends the string, regardless of escapes; -1 if there is none."""
+        end = self._text.find(quote, self.position)
+        while self._ends_late and end != -1 and not _AFTER_VALUE.match(self._text, end + len(quote)):
+            end = self._text.find(quote, end + 1)
+        return end
 
     def _escaped(self) -> str:
         coded = _CODED.match(self._text, self.position)

@@ -40,8 +40,8 @@ def bare_calls(machine: Machine, tag: str, *, is_tagged: bool = False) -> Steps[
         body, is_complete = yield from machine.take_balanced()
         if not is_complete:
             calls, rest = split_calls(body)
-            machine.settle(calls, raw + body.removesuffix(rest))
-            machine.settle(None, rest)
+            if machine.settle(calls, raw + body):
+                machine.settle(None, rest)
             return
         has_calls = machine.settle(read_calls(body), raw + body)
         raw = yield from machine.take_space()

@@ -70,13 +70,17 @@ Script = Callable[["Machine"], Steps[None]]
 class Machine:
     """Runs one format's parser (a generator) over the text of one sequence."""
 
-    def __init__(self, script: Script, offer: Offer) -> None:
+    def __init__(self, script: Script, offer: Offer, wrappers: tuple[str, ...] = ()) -> None:
+        """`wrappers` are markers around the answer, which are left out of it with the white space around them."""
         self.offer = offer
+        self._wrappers = wrappers
         self._held = ""
         self._num_fed = 0  # characters
         self._is_ended = False
         self._has_finished = False
         self._space = ""  # white space that was trimmed from the answer before the last marker
+        self._gap = ""  # white space that belongs between the answer so far and any further text
+        self._has_text = False
         self._late = ""  # a marker that is left out of the answer once
         self._num_calls = 0
         self._events: list[Event] = []
@@ -110,8 +114,11 @@ class Machine:
 
     def text(self, text: str) -> None:
         """Emit text of the answer, which was consumed last."""
-        if not self._is_full:
-            self._events.append(TextDelta(text, self._num_fed - len(self._held) - len(text)))
+        if not text or self._is_full:
+            return
+        start = self._num_fed - len(self._held) - len(text)
+        self._events += [TextDelta(self._gap, start - len(self._gap)), TextDelta(text, start)]
+        self._gap, self._has_text = "", True
 
     def reasoning(self, text: str) -> None:
         if not self._is_full:
@@ -138,6 +145,7 @@ class Machine:
         if not calls or not all(call.name in self.offer.tools for call in calls):
             self.text(space + raw)
             return False
+        self._keep_gap(space)
         for call in calls:
             if not self._is_full:
                 index = self._num_calls
@@ -149,6 +157,10 @@ class Machine:
                 self._num_calls += 1
         return True
 
+    def _keep_gap(self, space: str) -> None:
+        if self._has_text and not self._gap:
+            self._gap = space
+
     @property
     def _is_full(self) -> bool:
         return self.offer.max_calls is not None and self._num_calls >= self.offer.max_calls
@@ -157,13 +169,14 @@ class Machine:
 
     def text_until(self, *markers: str) -> Steps[str | None]:
         """Emit text of the answer up to the first of `markers`; see `copy_until`."""
-        while self._late:
-            found = yield from self.copy_until(self.text, *markers, self._late)
-            if found != self._late:
+        while True:
+            left_out = (*self._wrappers, self._late) if self._late else self._wrappers
+            found = yield from self.copy_until(self.text, *markers, *left_out)
+            if found not in left_out:
                 return found
-            self._late = ""
+            if found == self._late:
+                self._late = ""
             yield from self.take_space()
-        return (yield from self.copy_until(self.text, *markers))
 
     def leave_out(self, marker: str) -> None:
         """Leave the next `marker` between calls out of the answer, with the white space around it."""
@@ -288,6 +301,10 @@ class Machine:
     def take_space(self) -> Steps[str]:
         """Consume and return all white space at the current position."""
         return (yield from self.take_run(_SPACE))
+
+    def after_call(self) -> Steps[None]:
+        """Consume the white space after a call."""
+        self._keep_gap((yield from self.take_space()))
 
     def peek(self) -> Steps[str]:
         """Return the next character without consuming it; empty at the end."""

@@ -28,7 +28,7 @@ def script(machine: Machine) -> Steps[None]:
         else:
             is_call = yield from _named(machine, MARK + space)
         if is_call:
-            yield from machine.take_space()
+            yield from machine.after_call()
 
 
 def _named(machine: Machine, raw: str) -> Steps[bool]:

@@ -1,6 +1,6 @@
-"""Llama 3.2 and 4 (pythonic): the whole text is a list of Python calls, `[weather(city="Oslo"), time()]`.
-
-Llama 4 may write it between `<|python_start|>` and `<|python_end|>`.
+"""Python calls. With Llama 3.2 and 4 (pythonic), the whole text is a list of them, `[weather(city="Oslo"), time()]`,
+which Llama 4 may write between `<|python_start|>` and `<|python_end|>`. LFM2 and OLMo 3 write lists, or calls on lines
+of their own, between tags.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import json
 import re
 
 from router.parsers.literals import LiteralError, Literals
-from router.parsers.machine import Call, Machine, Steps
+from router.parsers.machine import Call, Machine, Script, Steps
 
 _NAME = re.compile(r"[\w.\-]*")
 START, END = "<|python_start|>", "<|python_end|>"
+LFM2 = ("<|tool_call_start|>", "<|tool_call_end|>")
+OLMO3 = ("<function_calls>", "</function_calls>")
 
 
 def script(machine: Machine) -> Steps[None]:
@@ -34,7 +36,19 @@ def script(machine: Machine) -> Steps[None]:
     if opening:
         raw += (yield from machine.take_space()) + ((yield from machine.accept(END)) or "")
     if machine.settle(calls, raw):
-        yield from machine.take_space()
+        yield from machine.after_call()
+
+
+def between(opening: str, closing: str) -> Script:
+    """Return the parser for calls between these tags, in a list or one after another."""
+
+    def script(machine: Machine) -> Steps[None]:
+        while (yield from machine.text_until(opening)):
+            body, end = yield from machine.take_until(closing)
+            if machine.settle(_read(body), opening + body + end):
+                yield from machine.after_call()
+
+    return script
 
 
 def _start(machine: Machine) -> Steps[str]:
@@ -51,16 +65,20 @@ def _start(machine: Machine) -> Steps[str]:
 
 
 def _read(text: str) -> list[Call] | None:
-    reader, calls = Literals(text), list[Call]()
-    try:
-        reader.expect("[")
-        while not reader.skip("]"):
-            name = reader.word()
-            reader.expect("(")
-            calls.append(Call(name, json.dumps(reader.fields(")", "="), ensure_ascii=False)))
-            if not reader.skip(","):
-                reader.expect("]")
-                break
-    except LiteralError:
-        return None
-    return calls
+    """Return the calls in a list, or those that follow each other without one."""
+    for ends_late in (False, True):
+        reader, calls = Literals(text, ends_late=ends_late), list[Call]()
+        try:
+            end = "]" if reader.skip("[") else ""
+            while not (reader.skip(end) if end else reader.at_end()):
+                name = reader.word()
+                reader.expect("(")
+                calls.append(Call(name, json.dumps(reader.fields(")", "="), ensure_ascii=False)))
+                if not reader.skip(",") and end:
+                    reader.expect(end)
+                    break
+        except LiteralError:
+            continue
+        if reader.at_end():
+            return calls
+    return None

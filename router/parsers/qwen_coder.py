@@ -1,4 +1,5 @@
-"""Qwen3-Coder and Qwen 3.5: `<tool_call>`, `<function=NAME>`, and each argument between `<parameter=KEY>` tags.
+"""Qwen3-Coder, Qwen 3.5, Nemotron 3, Step 3.5 and Seed-OSS: `<tool_call>`, `<function=NAME>`, and each argument between
+`<parameter=KEY>` tags.
 
 Read as by the parser that Qwen publishes with the model: a value ends at its tag, at the next parameter, at the end of
 the function or of the output, and what else is between parameters is ignored.
@@ -8,37 +9,46 @@ from __future__ import annotations
 
 import re
 
-from router.parsers.machine import Call, Machine, Offer, Steps
+from router.parsers.machine import Call, Machine, Offer, Script, Steps
 from router.parsers.tagged_values import arguments_of
 
-_OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _FUNCTION, _END = "<function=", "</function>"
-BEGINS = f"{_OPENING}\n{_FUNCTION}", f"{_OPENING}{_FUNCTION}"
 _PARAMETER_BEGIN, _PARAMETER_END = "<parameter=", "</parameter>"
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+QWEN = ("<tool_call>", "</tool_call>")
+SEED_OSS = ("<seed:tool_call>", "</seed:tool_call>")
 
 
-def script(machine: Machine) -> Steps[None]:
-    """Parse text and calls; models sometimes omit the outer tags."""
-    while mark := (yield from machine.text_until(_OPENING, _FUNCTION)):
-        raw = mark
-        if mark == _OPENING:
-            raw += yield from machine.take_space()
-            if not (yield from machine.accept(_FUNCTION)):
-                body, closing = yield from machine.take_until(_CLOSING)
-                machine.settle(None, raw + body + closing)
+def begins(opening: str) -> tuple[str, ...]:
+    """Return how calls between tags begin."""
+    return f"{opening}\n{_FUNCTION}", f"{opening}{_FUNCTION}"
+
+
+def between(opening: str, closing: str) -> Script:
+    """Return the parser for text and calls between these tags, which models sometimes omit."""
+
+    def script(machine: Machine) -> Steps[None]:
+        while mark := (yield from machine.text_until(opening, _FUNCTION)):
+            raw = mark
+            if mark == opening:
+                raw += yield from machine.take_space()
+                if not (yield from machine.accept(_FUNCTION)):
+                    body, end = yield from machine.take_until(closing)
+                    machine.settle(None, raw + body + end)
+                    continue
+                raw += _FUNCTION
+            body, end = yield from machine.take_around(
+                closing, value=(_PARAMETER_BEGIN, _PARAMETER_END), restart=opening, certain=(_END,)
+            )
+            call = _read(body, machine.offer)
+            if not machine.settle([call] if call else None, raw + body + end):
                 continue
-            raw += _FUNCTION
-        body, end = yield from machine.take_around(
-            _CLOSING, value=(_PARAMETER_BEGIN, _PARAMETER_END), restart=_OPENING, certain=(_END,)
-        )
-        call = _read(body, machine.offer)
-        if not machine.settle([call] if call else None, raw + body + end):
-            continue
-        yield from machine.take_space()
-        # The closing tag may follow without an opening one, or after several functions.
-        if (yield from machine.accept(_CLOSING)):
-            yield from machine.take_space()
+            yield from machine.after_call()
+            # The closing tag may follow without an opening one, or after several functions.
+            if (yield from machine.accept(closing)):
+                yield from machine.after_call()
+
+    return script
 
 
 def _read(body: str, offer: Offer) -> Call | None:

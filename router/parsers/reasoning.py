@@ -36,6 +36,11 @@ def plain(machine: Machine) -> Steps[None]:
     yield
 
 
+def unwrapped(machine: Machine) -> Steps[None]:
+    """Treat all text as the answer, except the markers around it."""
+    yield from machine.text_until()
+
+
 def after_thinking(tags: ThinkTags, answer: Script, call_marks: tuple[str, ...]) -> Script:
     """Parse reasoning, then the answer with `answer`. A marker in `call_marks` also ends the reasoning; a closing tag
     that follows later is left out.

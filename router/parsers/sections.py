@@ -39,7 +39,9 @@ class Sections:
                 machine.unread(mark)
                 mark = ""
             if (yield from self._section(machine, mark, ends[mark or self.call])):
-                yield from machine.take_space()
+                yield from machine.after_call()
+                if not mark and (yield from machine.accept(self.end)):  # the end of a section without a beginning
+                    yield from machine.after_call()
 
     def _section(self, machine: Machine, begin: str, end: str) -> Steps[bool]:
         """Parse a section; return whether it contained only calls."""

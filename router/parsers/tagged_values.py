@@ -21,11 +21,11 @@ _WORDS: dict[str, object] = {"true": True, "false": False, "null": None, "none":
 
 
 def arguments_of(values: Iterable[tuple[str, str]], schema: Schema, texts: Collection[str] = ()) -> str:
-    """Return a call's arguments as a JSON object; the arguments named in `texts` stay strings, regardless of the
-    schema.
+    """Return a call's arguments as a JSON object; the arguments named in `texts` stay strings unless their schema
+    excludes strings.
     """
     known = properties_of(schema)
-    arguments = {name: text if name in texts else _value(text, known.get(name), schema) for name, text in values}
+    arguments = {name: _value(text, known.get(name), schema, is_text=name in texts) for name, text in values}
     return json.dumps(arguments, ensure_ascii=False)
 
 
@@ -75,9 +75,9 @@ def _target(reference: str, root: Schema) -> object:
     return found
 
 
-def _value(text: str, schema: object, root: Schema) -> object:
+def _value(text: str, schema: object, root: Schema, *, is_text: bool) -> object:
     kinds = {kind for option in alternatives(schema, root) for kind in _kinds(option)}
-    if kinds == {"string"}:
+    if kinds == {"string"} or (is_text and (not kinds or "string" in kinds)):
         return text
     stripped = text.strip()
     # Some templates print values as Python does: True and None.

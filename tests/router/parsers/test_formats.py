@@ -45,6 +45,41 @@ TEMPLATES = {
         {{- 'true' if v is string else 'false' }}{{ '">' }}{{ v if v is string else v | tojson }}
         {{- '</｜DSML｜parameter>\\n' }}{% endfor %}{{ '</｜DSML｜invoke>\\n' }}{% endfor %}
         {{- '</｜DSML｜function_calls>' }}""",
+    "deepseek_v4": """{{- '<｜DSML｜tool_calls>\\n' }}
+        {%- for c in calls %}{{ '<｜DSML｜invoke name="' + c.name + '">\\n' }}
+        {%- for k, v in c.arguments | items %}{{ '<｜DSML｜parameter name="' + k + '" string="' }}
+        {{- 'true' if v is string else 'false' }}{{ '">' }}{{ v if v is string else v | tojson }}
+        {{- '</｜DSML｜parameter>\\n' }}{% endfor %}{{ '</｜DSML｜invoke>\\n' }}{% endfor %}
+        {{- '</｜DSML｜tool_calls>' }}""",
+    "dots": """{{- '<dots_function_call>' }}
+        {%- for c in calls %}{{ '<invoke name="' + c.name + '">' }}
+        {%- for k, v in c.arguments | items %}{{ '<parameter name="' + k + '">' }}
+        {{- v if v is string else v | tojson }}{{ '</parameter>' }}{% endfor %}{{ '</invoke>' }}{% endfor %}
+        {{- '</dots_function_call>' }}""",
+    "ernie45": """
+        {%- for c in calls %}{{ '<tool_call>\\n{"name": "' }}{{ c.name }}{{ '", "arguments": ' }}
+        {{- c.arguments | tojson }}{{ '}\\n</tool_call>\\n' }}{% endfor %}""",
+    "granite": """{{- '<|tool_call|>[' }}
+        {%- for c in calls %}{{ {'arguments': c.arguments, 'name': c.name} | tojson }}
+        {%- if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ ']' }}""",
+    "phi4_mini_json": """{{- '<|tool_call|>[' }}
+        {%- for c in calls %}{{ {'name': c.name, 'arguments': c.arguments} | tojson }}
+        {%- if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ ']<|/tool_call|>' }}""",
+    "hunyuan_a13b": """{{- '<tool_calls>[\\n' }}
+        {%- for c in calls %}{{ {'name': c.name, 'arguments': c.arguments} | tojson }}
+        {%- if not loop.last %}{{ ',\\n' }}{% endif %}{% endfor %}{{ '\\n]</tool_calls>' }}""",
+    "nemotron_json": """{{- '<TOOLCALL>[' }}
+        {%- for c in calls %}{{ {'name': c.name, 'arguments': c.arguments} | tojson }}
+        {%- if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ ']</TOOLCALL>' }}""",
+    "cohere_command": """{{- '<|START_ACTION|>[\\n' }}
+        {%- for c in calls %}{{ '    {"tool_call_id": "' ~ loop.index0 ~ '", "tool_name": "' + c.name }}
+        {{- '", "parameters": ' }}{{ c.arguments | tojson }}{{ '}' }}
+        {%- if not loop.last %}{{ ',\\n' }}{% endif %}{% endfor %}{{ '\\n]<|END_ACTION|>' }}""",
+    "seed_oss": """
+        {%- for c in calls %}{{ '<seed:tool_call>\\n<function=' + c.name + '>\\n' }}
+        {%- for k, v in c.arguments | items %}{{ '<parameter=' + k + '>' }}
+        {{- v if v is string else v | tojson }}{{ '</parameter>\\n' }}{% endfor %}
+        {{- '</function>\\n</seed:tool_call>' }}{% endfor %}""",
     "kimi_k2": """{{- '<|tool_calls_section_begin|>' }}
         {%- for c in calls %}{{ '<|tool_call_begin|>functions.' + c.name + ':' ~ loop.index0 }}
         {{- '<|tool_call_argument_begin|>' }}{{ c.arguments | tojson }}{{ '<|tool_call_end|>' }}{% endfor %}
@@ -110,14 +145,23 @@ def test_calls_that_a_template_writes_are_read_back(name: str, calls: list[Named
     assert summary(parser.feed(text) + parser.finish()) == ("", "", calls)
 
 
+PYTHONIC = {
+    "pythonic": ("[", ", ", "]"),
+    "lfm2": ("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
+    "olmo3": ("<function_calls>", "\n", "</function_calls>"),
+}
+
+
+@pytest.mark.parametrize("name", PYTHONIC)
 @settings(max_examples=60)
 @given(calls=CALLS)
-def test_python_literals_are_parsed(calls: list[Named]) -> None:
-    written = ", ".join(
+def test_python_literals_are_parsed(name: str, calls: list[Named]) -> None:
+    begin, separator, end = PYTHONIC[name]
+    written = separator.join(
         f"{tool}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})" for tool, arguments in calls
     )
-    parser = model_format("pythonic").parser(OFFER)
-    assert summary(parser.feed(f"[{written}]") + parser.finish()) == ("", "", calls)
+    parser = model_format(name).parser(OFFER)
+    assert summary(parser.feed(begin + written + end) + parser.finish()) == ("", "", calls)
 
 
 HERMES = "{% if tools %}within <tool_call></tool_call> tags{% endif %}"
@@ -141,6 +185,18 @@ FOUND = [
     (None, "gpt_oss", "openai", "openai"),
     ("<start_function_call>", "gemma3_text", "functiongemma", "none"),
     ("<|tool_call><|channel><channel|>", "gemma4", "gemma4", "gemma4"),
+    ("<|tool_call|>[{{ tool_calls }}]", "granite", "granite", "none"),
+    ("<|tool|>{{ tools }}<|/tool|>", "phi3", "phi4_mini_json", "none"),
+    ("<tool_calls>", "hunyuan_v1_moe", "hunyuan_a13b", "none"),
+    ("<TOOLCALL>[</think>", "nemotron_h", "nemotron_json", "think"),
+    ("<|START_ACTION|><|START_THINKING|><|END_THINKING|>", "cohere2", "cohere_command", "cohere_command"),
+    ("<|tool_list_start|>[{{ tools }}]", "lfm2", "lfm2", "none"),
+    ("<function_calls>{{ calls }}</function_calls>", "olmo3", "olmo3", "none"),
+    ("<seed:tool_call><function=f><parameter=p></seed:think>", "seed_oss", "seed_oss", "seed_oss"),
+    ("<tool_call>\\n<response></think>", "ernie4_5_moe", "ernie45", "think"),
+    ("<｜DSML｜tool_calls></think>", "deepseek_v4", "deepseek_v4", "think"),
+    ("<｜DSML｜function_calls></think>", "deepseek_v32", "deepseek_v32", "think"),
+    ("<dots_function_call>", "dots1", "dots", "none"),
 ]
 
 
@@ -187,4 +243,4 @@ def test_call_ids_are_deterministic_and_valid_in_templates() -> None:
 
 
 def test_every_format_has_a_template_here() -> None:
-    assert TEMPLATES.keys() | {"pythonic"} == TOOL_FORMATS.keys()
+    assert TEMPLATES.keys() | PYTHONIC.keys() == TOOL_FORMATS.keys()

@@ -57,6 +57,21 @@ GUIDED = {
         "",
         '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n@</｜DSML｜invoke>\n</｜DSML｜function_calls>',
     ),
+    "deepseek_v4": (
+        "",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n@</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+    ),
+    "dots": ("", '<dots_function_call>\n<invoke name="weather">\n@</invoke>\n</dots_function_call>'),
+    "ernie45": ("", '<tool_call>\n{"name": "weather", "arguments": @}\n</tool_call>'),
+    "granite": ("", '<|tool_call|>[{"name": "weather", "arguments": @}, {"name": "time", "arguments": {}}]'),
+    "granite 3.1": ("<tool_call>", '<tool_call>[{"name": "weather", "arguments": @}]</tool_call>'),
+    "phi4_mini_json": ("", 'functools[{"name": "weather", "arguments": @}]'),
+    "hunyuan_a13b": ("", '<tool_calls>[{"name": "weather", "arguments": @}]</tool_calls>'),
+    "nemotron_json": ("", '<TOOLCALL>[{"name": "weather", "arguments": @}]</TOOLCALL>'),
+    "cohere_command": ("", '<|START_ACTION|>[{"tool_name": "weather", "parameters": @}]<|END_ACTION|>'),
+    "lfm2": ("", "<|tool_call_start|>[weather(@), time()]<|tool_call_end|>"),
+    "olmo3": ("", "<function_calls>weather(@)\ntime()</function_calls>"),
+    "seed_oss": ("", "<seed:tool_call>\n<function=weather>\n@</function>\n</seed:tool_call>"),
     "minimax_m2": ("", '<minimax:tool_call>\n<invoke name="weather">\n@</invoke>\n</minimax:tool_call>'),
     "functiongemma": ("", "<start_function_call>call:weather{@}<end_function_call>"),
     "gemma4": ("", "<|tool_call>call:weather{@}<tool_call|>"),
@@ -73,6 +88,14 @@ TAGGED = {
         '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
         '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
     ),
+    "deepseek_v4": (
+        '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+    ),
+    "dots": '<parameter name="city">Oslo</parameter>\n<parameter name="days">3</parameter>\n',
+    "lfm2": 'city="Oslo", days=3',
+    "olmo3": 'city="Oslo", days=3',
+    "seed_oss": "<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n",
     "minimax_m2": '<parameter name="city">Oslo</parameter>\n<parameter name="days">3</parameter>\n',
     "functiongemma": "city:<escape>Oslo<escape>,days:3",
     "gemma4": 'city:<|"|>Oslo<|"|>,days:3',
@@ -94,7 +117,10 @@ GOOD, BAD = '{"city": "Oslo", "days": 3}', '{"city": "Oslo", "days": "three"}'
 def filled(name: str, arguments: str, text: str = "") -> str:
     """Return a format's call with the arguments GOOD or BAD."""
     if name in TAGGED:
-        three = {"pythonic": '"three"', "functiongemma": "<escape>three<escape>", "gemma4": '<|"|>three<|"|>'}
+        three = dict.fromkeys(("pythonic", "lfm2", "olmo3"), '"three"') | {
+            "functiongemma": "<escape>three<escape>",
+            "gemma4": '<|"|>three<|"|>',
+        }
         wrong = TAGGED[name].replace("3", three.get(name.split()[0], "three"))
         arguments = TAGGED[name] if arguments == GOOD else wrong
     return (text or GUIDED[name][1]).replace("@", arguments)
@@ -187,7 +213,7 @@ def test_beside_json_there_may_be_a_limit_of_one_call(
         template, text = GUIDED[name]
         make = TOOL_FORMATS[name.split()[0]].grammar
         assert make is not None
-        one = re.sub(r'[,;] \{"name": "time", "\w+": \{\}\}|\[TOOL_CALLS\]time\[ARGS\]\{\}|, time\(\)', "", text)
+        one = re.sub(r'[,;] \{"name": "time", "\w+": \{\}\}|\[TOOL_CALLS\]time\[ARGS\]\{\}|(, |\n)time\(\)', "", text)
         call = filled(name, GOOD, one)
         guide = calls_or_json(make(template), TOOLS, [], ANSWER, tokens, max_calls=1, thinking=None, is_thinking=False)
         assert accepts(library, guide, call)

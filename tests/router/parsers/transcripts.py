@@ -97,7 +97,7 @@ GOOD = [
     Transcript(
         "hermes",
         f'<tool_call>{{"name": "rm", "arguments": {{"x": "y}}}}</tool_call>\n{_hermes(OSLO, CODE)}\nDone.',
-        '<tool_call>{"name": "rm", "arguments": {"x": "y}}</tool_call>Done.',
+        '<tool_call>{"name": "rm", "arguments": {"x": "y}}</tool_call>\nDone.',
         [OSLO, CODE],
     ),
     Transcript("hermes", f"<tool_call>{_call(LONE)}</tool_call>", "", [MENDED]),
@@ -260,7 +260,7 @@ GOOD = [
         [("weather", {})],
     ),
     Transcript("qwen3_coder", "<function=time>\n</function>\n", "", [NOW]),
-    Transcript("qwen3_coder", "See:\n<function=time>\n</function>\n</tool_call>\nOn.", "See:On.", [NOW]),
+    Transcript("qwen3_coder", "See:\n<function=time>\n</function>\n</tool_call>\nOn.", "See:\nOn.", [NOW]),
     Transcript(
         "qwen3_coder",
         "<tool_call>\n<function=time>\n</function>\n<function=time>\n</function>\n</tool_call>",
@@ -407,6 +407,87 @@ GOOD = [
         "gemma4",
     ),
     Transcript("gemma4", "<|channel>thought\n<channel|>Hello.", "Hello.", reasons_by="gemma4"),
+    Transcript("granite", f"See.\n<|tool_call|> [{_json(OSLO)}, {_json(NOW)}]\nDone.", "See.\nDone.", [OSLO, NOW]),
+    Transcript("granite", f"<tool_call>[{_json(TOKYO)}]</tool_call>", "", [TOKYO]),
+    Transcript("granite", f"<|tool_call|>[{_json(OSLO)}, {{", "{", [OSLO]),
+    Transcript("phi4_mini_json", f"functools[{_json(OSLO)}]", "", [OSLO]),
+    Transcript("phi4_mini_json", f"<|tool_call|>[{_json(NOW)}]<|/tool_call|>", "", [NOW]),
+    Transcript("phi4_mini_json", "from functools import cache", "from functools import cache"),
+    Transcript("hunyuan_a13b", f"<think>A city.</think>\n<tool_calls>[{_json(TOKYO)}\n]\n</tool_calls>", "", [TOKYO],
+               "A city.", "think"),
+    Transcript("nemotron_json", f"See: <TOOLCALL>[{_json(OSLO)}]</TOOLCALL>", "See:", [OSLO]),
+    Transcript(
+        "cohere_command",
+        "<|START_THINKING|>Look up.<|END_THINKING|><|START_ACTION|>[\n"
+        '    {"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Oslo", "days": 3, "hourly": true}}\n'
+        "]<|END_ACTION|>",
+        "",
+        [OSLO],
+        "Look up.",
+        "cohere_command",
+    ),
+    Transcript(
+        "cohere_command",
+        "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Hi there.<|END_RESPONSE|>",
+        "Hi there.",
+        [],
+        "Hm.",
+        "cohere_command",
+    ),
+    Transcript("ernie45", "Hm.\n</think>\n\n<response>\nHi.\n</response>\n", "Hi.", [], "Hm.", "think",
+               is_thinking=True),
+    Transcript("ernie45", f"Hm.\n</think>\n\n{_hermes(OSLO, NOW)}\n", "", [OSLO, NOW], "Hm.", "think",
+               is_thinking=True),
+    Transcript("lfm2", '<|tool_call_start|>[weather(city="Oslo", days=3, hourly=True)]<|tool_call_end|>I look.',
+               "I look.", [OSLO]),
+    # Quotes that are not escaped, and a set.
+    Transcript(
+        "lfm2",
+        "<|tool_call_start|>[write-file(path='a 'b' c', text='x'), weather(near={'a', 'b'}, days=07)]<|tool_call_end|>",
+        "",
+        [("write-file", {"path": "a 'b' c", "text": "x"}), ("weather", {"near": ["a", "b"], "days": 7})],
+    ),
+    Transcript(
+        "olmo3",
+        "On it.\n<function_calls>\nweather(city='Oslo', days=3, hourly=true)\ntime()\n</function_calls>",
+        "On it.",
+        [OSLO, NOW],
+    ),
+    Transcript(
+        "seed_oss",
+        "<seed:think>A file.</seed:think><seed:tool_call>\n<function=weather>\n<parameter=city>Oslo</parameter>\n"
+        "<parameter=days>3</parameter>\n<parameter=hourly>true</parameter>\n</function>\n</seed:tool_call>",
+        "",
+        [OSLO],
+        "A file.",
+        "seed_oss",
+    ),
+    Transcript(
+        "deepseek_v4",
+        "Now.\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"weather\">\n"
+        '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="true">3</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="hourly" string="false">true</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜tool_calls>",
+        "Now.",
+        [OSLO],  # the schema excludes texts, so that days is a number
+    ),
+    # Without the tags around the calls, and all arguments in one.
+    Transcript(
+        "deepseek_v4",
+        '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="arguments" string="false">'
+        '{"city": "Oslo", "days": 3, "hourly": true}</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜tool_calls>\nDone.",
+        "Done.",
+        [OSLO],
+    ),
+    Transcript(
+        "dots",
+        'ok<dots_function_call><invoke name="weather"><parameter name="city">Oslo</parameter><parameter name="days">3'
+        '</parameter><parameter name="hourly">true</parameter></invoke></dots_function_call>',
+        "ok",
+        [OSLO],
+    ),
 ]  # fmt: skip
 
 # Text that is not a tool call is returned unchanged.
@@ -460,5 +541,16 @@ MALFORMED = [
     ("functiongemma", "<start_function_call>call:rm{}<end_function_call>"),
     ("functiongemma", "<start_function_call>call:weather{city:<escape>Os"),
     ("gemma4", "<|tool_call>weather{}<tool_call|>"),
+    ("granite", '<|tool_call|>[{"name": "rm", "arguments": {}}]'),
+    ("granite", '<|tool_call|> [{"name": "weather", "arguments": {'),
+    ("phi4_mini_json", "functools.cache or functools[0]"),
+    ("hunyuan_a13b", '<tool_calls>[{"name": "weather"'),
+    ("nemotron_json", "<TOOLCALL>none"),
+    ("lfm2", "<|tool_call_start|>[rm()]<|tool_call_end|>"),
+    ("lfm2", "<|tool_call_start|>[time("),
+    ("olmo3", "<function_calls>time() or so</function_calls>"),
+    ("seed_oss", "<seed:tool_call>none</seed:tool_call>"),
+    ("deepseek_v4", '<｜DSML｜invoke name="rm">\n</｜DSML｜invoke>'),
+    ("dots", "<dots_function_call>none</dots_function_call>"),
     ("gemma4", "<|tool_call>call:weather{city:Oslo}<tool_call|>"),
 ]

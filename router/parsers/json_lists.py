@@ -1,0 +1,38 @@
+"""Calls as a JSON array after a marker: Granite 3, Phi-4 Mini, Command, Hunyuan, Jamba and Nemotron."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from router.parsers.json_calls import read_calls, split_calls
+from router.parsers.machine import Machine, Script, Steps
+
+GRANITE = {"<|tool_call|>": "", "<tool_call>": "</tool_call>"}
+PHI4_MINI = {"functools": "", "<|tool_call|>": "<|/tool_call|>"}
+COMMAND = {"<|START_ACTION|>": "<|END_ACTION|>"}
+HUNYUAN = {"<tool_calls>": "</tool_calls>"}
+NEMOTRON = {"<TOOLCALL>": "</TOOLCALL>"}
+
+
+def after(marks: Mapping[str, str]) -> Script:
+    """Return the parser for arrays after one of `marks`, each with the text that may follow the array."""
+
+    def script(machine: Machine) -> Steps[None]:
+        while mark := (yield from machine.text_until(*marks)):
+            raw = mark + (yield from machine.take_space())
+            if (yield from machine.peek()) not in ("[", "{"):
+                machine.settle(None, raw)
+                continue
+            body, is_complete = yield from machine.take_balanced(*marks)
+            if not is_complete:
+                # If the output was cut off, the complete calls still count.
+                calls, rest = split_calls(body)
+                if machine.settle(calls, raw + body):
+                    machine.settle(None, rest)
+                continue
+            if machine.settle(read_calls(body), raw + body):
+                yield from machine.after_call()
+                if marks[mark] and (yield from machine.accept(marks[mark])):
+                    yield from machine.after_call()
+
+    return script
