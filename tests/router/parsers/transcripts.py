@@ -438,6 +438,7 @@ GOOD = [
                is_thinking=True),
     Transcript("ernie45", f"Hm.\n</think>\n\n{_hermes(OSLO, NOW)}\n", "", [OSLO, NOW], "Hm.", "think",
                is_thinking=True),
+    Transcript("ernie45", f"Look.\n{_hermes(OSLO, NOW)}\n", "Look.", [OSLO, NOW]),
     Transcript("lfm2", '<|tool_call_start|>[weather(city="Oslo", days=3, hourly=True)]<|tool_call_end|>I look.',
                "I look.", [OSLO]),
     # Quotes that are not escaped, and a set.
