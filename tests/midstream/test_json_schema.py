@@ -104,6 +104,10 @@ CASES: list[tuple[object, list[str], list[str]]] = [
     ({"type": "integer", "format": "int32"}, ["5"], []),
     # The smallest limits.
     ({"type": "string", "maxLength": 0}, ['""'], ['"a"']),
+    # Bounds such as the largest safe integer of JavaScript.
+    ({"type": "string", "pattern": "^a", "maxLength": 2**53 - 1}, ['"ab"'], ['"b"']),
+    ({"type": "array", "items": {"type": "integer"}, "maxItems": 2**63}, ["[1, 2]"], ['["a"]']),
+    ({"additionalProperties": {"type": "null"}, "maxProperties": 2**32}, ['{"a": null}'], ['{"a": 1}']),
     ({"type": "array", "maxItems": 0}, ["[]"], ["[1]"]),
     ({"type": "array", "maxItems": 1}, ["[]", "[1]"], ["[1, 2]"]),
     ({"type": "array", "minItems": 1, "maxItems": 1}, ["[1]"], ["[]", "[1, 2]"]),
@@ -380,6 +384,8 @@ REFUSED = [
     ({"enum": []}, "no value can match"),
     ({"type": "object", "required": ["a"], "properties": {"a": False}}, "no value can match"),
     ({"type": "string", "minLength": 3, "maxLength": 2}, "no value can match"),
+    ({"type": "string", "minLength": 2**32}, "minLength is larger than any output"),
+    ({"type": "string", "pattern": "^a{0,1000000}$"}, "repetition {0,1000000}; up to 100000"),
     ({"type": "string", "allOf": [{"pattern": "^a$"}, {"pattern": "^b$"}]}, "no value can match"),
     ({"type": "integer", "multipleOf": 0.123456789}, "multipleOf"),
     ({"x-guidance": {"white": 1}}, "x-guidance has the unknown setting 'white'"),

@@ -8,9 +8,11 @@ from decimal import Decimal
 from typing import Any
 
 from midstream.grammar.json_schema.document import Document, Schema
-from midstream.grammar.json_schema.errors import SchemaError
+from midstream.grammar.json_schema.errors import SchemaError, UnenforceableError
 from midstream.grammar.json_schema.numbers import is_too_long
 
+# Characters, items or properties of which no output has as many; the library counts in 32 bits.
+_UNREACHED = 1 << 31
 _UNEVALUATED = ("unevaluatedItems", "unevaluatedProperties")
 # Keywords that evaluate members.
 _MEMBERS = frozenset(
@@ -151,13 +153,19 @@ def number_of(schema: Schema, keyword: str) -> Decimal | None:
 
 
 def size_of(schema: Schema, keyword: str) -> int | None:
-    """Return the value of a keyword that must be a whole number; None if it is unset."""
+    """Return the value of a keyword that must be a whole number; None if it is unset, or a maximum that no output
+    reaches. Raises UnenforceableError for a minimum that none reaches.
+    """
     value = number_of(schema, keyword)
     if value is None:
         return None
     if value < 0 or value != value.to_integral_value():
         raise SchemaError(f"{keyword} must be a whole number, not negative")
-    return int(value)
+    if value < _UNREACHED:
+        return int(value)
+    if keyword.startswith("min"):
+        raise UnenforceableError(f"{keyword} is larger than any output")
+    return None
 
 
 def least(one: int | None, other: int | None) -> int | None:

@@ -141,8 +141,10 @@ class _Parser:
             suffix = self._take()
         elif found := self._match(_COUNT):
             low, has_comma, high = found.groups()
-            if int(low) > _MAX_COUNT or int(high or 0) > _MAX_COUNT or (high and int(high) < int(low)):
+            if high and int(high) < int(low):
                 raise SchemaError(f"has the invalid repetition {found[0]}")
+            if max(int(low), int(high or 0)) > _MAX_COUNT:
+                raise UnenforceableError(f"has the repetition {found[0]}; up to {_MAX_COUNT} can be enforced")
             suffix = f"{{{int(low)}}}" if has_comma is None else f"{{{int(low)},{int(high) if high else ''}}}"
         else:
             return ""
