@@ -21,6 +21,7 @@ from router.parsers import (
     mistral,
     pythonic,
     qwen_coder,
+    solar,
 )
 from router.parsers.guides import CallGrammar, TaggedArguments
 from router.parsers.machine import Machine, Offer, Script
@@ -70,6 +71,26 @@ def _json_list(marks: Mapping[str, str], name: str = "name", arguments: str = "a
         return CallGrammar(f"{mark}[", f'{{"{name}": "NAME", "{arguments}": ', "}", ", ", f"]{marks[mark]}")
 
     return grammar
+
+
+def _json_object(marks: Mapping[str, str]) -> _Grammar:
+    """As _json_list, for a single call."""
+
+    def grammar(template: str) -> CallGrammar:
+        mark = next((mark for mark in marks if mark in template), next(iter(marks)))
+        return CallGrammar(mark, '{"name": "NAME", "arguments": ', "}", None, marks[mark])
+
+    return grammar
+
+
+def _apertus(template: str) -> CallGrammar:
+    ((begin, end),) = json_lists.APERTUS.items()
+    return CallGrammar(f"{begin}[", '{"NAME": ', "}", ", ", f"]{end}")
+
+
+def _solar(template: str) -> CallGrammar:
+    opening = f"{solar.CALL}NUMBER{solar.NAME}NAME{solar.ARGUMENTS}"
+    return CallGrammar(solar.BEGIN, opening, solar.CALL_END, "", solar.END)
 
 
 def _lfm2(template: str) -> CallGrammar:
@@ -160,13 +181,13 @@ class ToolFormat:
     wrappers: tuple[str, ...] = ()
 
 
-def _list_format(
-    marks: Mapping[str, str], keys: tuple[str, str] = ("name", "arguments"), wrappers: tuple[str, ...] = ()
-) -> ToolFormat:
+def _json_format(marks: Mapping[str, str], grammar: _Grammar, wrappers: tuple[str, ...] = ()) -> ToolFormat:
     every = tuple(dict.fromkeys((*marks, *filter(None, marks.values()))))
-    return ToolFormat(
-        json_lists.after(marks), (*every, *wrappers), tuple(marks), grammar=_json_list(marks, *keys), wrappers=wrappers
-    )
+    return ToolFormat(json_lists.after(marks), (*every, *wrappers), tuple(marks), grammar=grammar, wrappers=wrappers)
+
+
+def _list_format(marks: Mapping[str, str]) -> ToolFormat:
+    return _json_format(marks, _json_list(marks))
 
 
 def _hermes_format(wrappers: tuple[str, ...] = ()) -> ToolFormat:
@@ -189,9 +210,20 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "phi4_mini_json": _list_format(json_lists.PHI4_MINI),
     "hunyuan_a13b": _list_format(json_lists.HUNYUAN),
     "nemotron_json": _list_format(json_lists.NEMOTRON),
-    "cohere_command": _list_format(
+    "apertus": _json_format(json_lists.APERTUS, _apertus),
+    "granite-20b-fc": _json_format(json_lists.GRANITE_20B, _json_object(json_lists.GRANITE_20B)),
+    "gigachat3": _json_format(json_lists.GIGACHAT, _json_object(json_lists.GIGACHAT)),
+    "internlm": _json_format(json_lists.INTERNLM, _json_object(json_lists.INTERNLM)),
+    "solar_open": ToolFormat(
+        solar.script,
+        (solar.BEGIN, solar.END, solar.CALL, solar.NAME, solar.ARGUMENTS, solar.CALL_END, *solar.WRAPPERS),
+        (solar.BEGIN,),
+        grammar=_solar,
+        wrappers=solar.WRAPPERS,
+    ),
+    "cohere_command": _json_format(
         json_lists.COMMAND,
-        ("tool_name", "parameters"),
+        _json_list(json_lists.COMMAND, "tool_name", "parameters"),
         ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
     ),
     "lfm2": ToolFormat(pythonic.between(*pythonic.LFM2), pythonic.LFM2, pythonic.LFM2[:1], grammar=_lfm2),
@@ -231,6 +263,7 @@ REASONING_FORMATS: dict[str, ThinkTags | None] = {
     "deepseek_r1": ThinkTags("<think>", "</think>", is_always_open=True),
     "mistral": ThinkTags("[THINK]", "[/THINK]"),
     "seed_oss": ThinkTags("<seed:think>", "</seed:think>"),
+    "solar_open": ThinkTags("<|think|>", "<|end|>"),
     "cohere_command": ThinkTags("<|START_THINKING|>", "<|END_THINKING|>"),
     "gemma4": ThinkTags("<|channel>thought", "<channel|>"),
     "openai": None,
@@ -247,6 +280,7 @@ class _Row:
     architectures: tuple[str, ...] = ()
 
 
+_MINIMAX_M3 = "]<]minimax[>["  # has nested tags of its own
 # The first matching rule applies.
 _TOOL_ROWS = (
     _Row("openai", ("<|channel|>", "<|message|>"), architectures=("gpt_oss",)),
@@ -262,7 +296,13 @@ _TOOL_ROWS = (
     _Row("gemma4", ("<|tool_call>",)),
     _Row("cohere_command", ("<|START_ACTION|>",)),
     _Row("lfm2", ("<|tool_call_start|>",)),
-    _Row("lfm2", ("<|tool_list_start|>",)),
+    _Row("lfm2", ("<|tool_list_start|>",), architectures=("lfm2", "lfm2_moe")),
+    _Row("solar_open", (solar.BEGIN,)),
+    _Row("apertus", ("<|tools_prefix|>",)),
+    _Row("gigachat3", ("<|function_call|>", "<|role_sep|>")),
+    _Row("gigachat3", ("function call", "<|role_sep|>")),
+    _Row("granite-20b-fc", ("<function_call>",)),
+    _Row("internlm", ("<|action_start|>", "<|plugin|>")),
     _Row("olmo3", ("<function_calls>",)),
     _Row("dots", (invoke.DOTS_BEGIN,)),
     _Row("hunyuan_a13b", ("<tool_calls>",)),
@@ -270,11 +310,11 @@ _TOOL_ROWS = (
     _Row("phi4_mini_json", ("<|tool|>", "<|/tool|>")),
     _Row("granite", ("<|tool_call|>",)),
     _Row("functiongemma", ("<start_function_call>",)),
-    _Row("ernie45", ("<tool_call>", "<response>")),
-    _Row("hermes", ("<tool_call>",)),
+    _Row("ernie45", ("<tool_call>", "<response>"), lacks=(_MINIMAX_M3,)),
+    _Row("hermes", ("<tool_call>",), lacks=(_MINIMAX_M3,)),
     _Row("mistral", ("[TOOL_CALLS]",)),
     _Row("pythonic", ("<|python_start|>",)),
-    _Row("pythonic", ("func_name1(params_name1=params_value1",)),
+    _Row("pythonic", ("[func_name1(",)),
     _Row("llama3_json", ("<|python_tag|>",)),
     _Row("llama3_json", ("tools", '"parameters"')),
 )
@@ -284,6 +324,7 @@ _REASONING_ROWS = (
     _Row("mistral", ("[THINK]",)),
     _Row("seed_oss", ("</seed:think>",)),
     _Row("cohere_command", ("<|END_THINKING|>",)),
+    _Row("solar_open", ("<|begin|>assistant", "<|think|>")),
     _Row("deepseek_r1", ("</think>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>"), lacks=("thinking",)),
     _Row("think", ("</think>",)),
 )

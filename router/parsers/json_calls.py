@@ -13,10 +13,13 @@ _DECODER = json.JSONDecoder()
 
 def read_call(value: object) -> Call | None:
     """Return the call in a JSON value. Llama's key for the arguments is `parameters`, other formats' `arguments`;
-    Command's key for the name is `tool_name`.
+    Command's key for the name is `tool_name`; Apertus' only key is the name, and its value the arguments.
     """
     if not isinstance(value, dict):
         return None
+    if len(value) == 1 and "name" not in value:
+        ((name, arguments),) = value.items()
+        value = {"name": name, "arguments": arguments}
     name = value.get("name", value.get("tool_name"))
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):

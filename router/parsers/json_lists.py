@@ -1,4 +1,6 @@
-"""Calls as a JSON array after a marker: Granite 3, Phi-4 Mini, Command, Hunyuan, Jamba and Nemotron."""
+"""Calls as JSON after a marker, in an array (Granite 3, Phi-4 Mini, Command, Hunyuan, Jamba, Nemotron and Apertus) or as
+a single object (Granite 20B, GigaChat 3 and InternLM 2).
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,14 @@ PHI4_MINI = {"functools": "", "<|tool_call|>": "<|/tool_call|>"}
 COMMAND = {"<|START_ACTION|>": "<|END_ACTION|>"}
 HUNYUAN = {"<tool_calls>": "</tool_calls>"}
 NEMOTRON = {"<TOOLCALL>": "</TOOLCALL>"}
+APERTUS = {"<|tools_prefix|>": "<|tools_suffix|>"}
+GRANITE_20B = {"<function_call>": ""}
+GIGACHAT = {"<|function_call|>": "", "function call<|role_sep|>": ""}
+INTERNLM = {"<|action_start|><|plugin|>": "<|action_end|>"}
 
 
 def after(marks: Mapping[str, str]) -> Script:
-    """Return the parser for arrays after one of `marks`, each with the text that may follow the array."""
+    """Return the parser for JSON after one of `marks`, each with the text that may follow the JSON."""
 
     def script(machine: Machine) -> Steps[None]:
         while mark := (yield from machine.text_until(*marks)):

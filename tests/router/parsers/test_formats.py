@@ -75,6 +75,22 @@ TEMPLATES = {
         {%- for c in calls %}{{ '    {"tool_call_id": "' ~ loop.index0 ~ '", "tool_name": "' + c.name }}
         {{- '", "parameters": ' }}{{ c.arguments | tojson }}{{ '}' }}
         {%- if not loop.last %}{{ ',\\n' }}{% endif %}{% endfor %}{{ '\\n]<|END_ACTION|>' }}""",
+    "apertus": """{{- '<|tools_prefix|>[' }}
+        {%- for c in calls %}{{ {c.name: c.arguments} | tojson }}
+        {%- if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ ']<|tools_suffix|>' }}""",
+    "granite-20b-fc": """
+        {%- for c in calls %}{{ '<function_call> ' }}{{ {'name': c.name, 'arguments': c.arguments} | tojson }}
+        {{- '\\n' }}{% endfor %}""",
+    "gigachat3": """
+        {%- for c in calls %}{{ 'function call<|role_sep|>\\n' }}
+        {{- {'name': c.name, 'arguments': c.arguments} | tojson }}{% endfor %}""",
+    "internlm": """
+        {%- for c in calls %}{{ '<|action_start|><|plugin|>\\n' }}
+        {{- {'name': c.name, 'arguments': c.arguments} | tojson }}{{ '<|action_end|>' }}{% endfor %}""",
+    "solar_open": """{{- '<|tool_calls|>' }}
+        {%- for c in calls %}{{ '<|tool_call:begin|>a1' ~ loop.index0 ~ '<|tool_call:name|>' + c.name }}
+        {{- '<|tool_call:args|>' }}{{ c.arguments | tojson }}{{ '<|tool_call:end|>' }}{% endfor %}
+        {{- '<|calls|>' }}""",
     "seed_oss": """
         {%- for c in calls %}{{ '<seed:tool_call>\\n<function=' + c.name + '>\\n' }}
         {%- for k, v in c.arguments | items %}{{ '<parameter=' + k + '>' }}
@@ -197,6 +213,14 @@ FOUND = [
     ("<｜DSML｜tool_calls></think>", "deepseek_v4", "deepseek_v4", "think"),
     ("<｜DSML｜function_calls></think>", "deepseek_v32", "deepseek_v32", "think"),
     ("<dots_function_call>", "dots1", "dots", "none"),
+    ("List of tools: {{ tools }}", "lfm2", "lfm2", "none"),
+    ("<|begin|>assistant<|think|>{{ x }}<|tool_calls|>", "solar_open", "solar_open", "solar_open"),
+    ("<|tools_prefix|>", "apertus", "apertus", "none"),
+    ("function call<|role_sep|>", "deepseek_v3", "gigachat3", "none"),
+    ("<function_call> {{ call }}", "gpt_bigcode", "granite-20b-fc", "none"),
+    ("<|action_start|><|plugin|>", "internlm2", "internlm", "none"),
+    ("]<]minimax[>[<tool_call><response>", "minimax_m3", "none", "none"),
+    ("{% if tools %}use [func_name1(param1=value1)]", "llama4", "pythonic", "none"),
 ]
 
 
