@@ -1,5 +1,5 @@
-"""Calls as JSON after a marker, in an array (Granite 3, Phi-4 Mini, Command, Hunyuan, Jamba, Nemotron and Apertus) or as
-a single object (Granite 20B, GigaChat 3 and InternLM 2).
+"""Calls as JSON after a marker, in an array (Granite 3, Phi-4 Mini, Command, Hunyuan, Jamba, Nemotron, Apertus) or as a
+single object (Granite 20B, GigaChat 3, InternLM 2).
 """
 
 from __future__ import annotations
