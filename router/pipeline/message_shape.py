@@ -125,24 +125,24 @@ class _Probe:
         self.shape = replace(self.shape, texts=texts, lists=lists)
 
     def find_call_form(self) -> None:
-        """Find the first content and arguments with which the call is shown; if no form shows it, the first content
-        with which the conversation is rendered.
+        """Find the first content and arguments with which the call is shown before its result, or else as the last
+        message, which some templates read differently; if no form shows it, the first content with which the
+        conversation is rendered.
         """
         contents: tuple[Literal[""] | None, ...] = (None, "")
         rendered: list[MessageShape] = []
-        for is_text, content in product((False, True), contents):
+        for has_result, is_text, content in product((True, False), (False, True), contents):
             shape = replace(self.shape, beside_calls=content, arguments_are_text=is_text)
-            before = [self._user(_FIRST), self._calling(shape)]
-            for after in ([_result("tool", shape.content("tool", _SECOND))], []):
-                # Descriptions of tools usually come before the first message, which some templates read only as parts.
-                text = self._text([*before, *after]).rpartition(_FIRST)[2]
-                # None that the template prints, Python's notation, and text that is encoded twice.
-                if not text or re.search(rf"None|null|'{_KEY}'|\\\"{_KEY}", text):
-                    continue
-                if _VALUE in text:
-                    self.shape = shape
-                    return
-                rendered.append(shape)
+            after = [_result("tool", shape.content("tool", _SECOND))] if has_result else []
+            # Descriptions of tools usually come before the first message, which some templates read only as parts.
+            text = self._text([self._user(_FIRST), self._calling(shape), *after]).rpartition(_FIRST)[2]
+            # None that the template prints, Python's notation, and text that is encoded twice.
+            if not text or re.search(rf"None|null|'{_KEY}'|\\\"{_KEY}", text):
+                continue
+            if _VALUE in text:
+                self.shape = shape
+                return
+            rendered.append(shape)
         self.shape = rendered[0] if rendered else self.shape
 
     def find_other_arguments(self) -> None:

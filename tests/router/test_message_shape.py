@@ -118,6 +118,18 @@ async def test_calls_without_text_are_in_the_prompt(rendered: Render, kind: str)
     assert await rendered(source, *conversations) == [expected] * 6
 
 
+async def test_a_call_without_text_before_its_result_is_read_as_there(rendered: Render) -> None:
+    """The content of the last message may be null, but that of an earlier one is divided."""
+    source = (
+        "{% for m in messages %}{{ m.role }}{% if m.content or not loop.last %}:{{ m.content.split('</think>')[-1] }}"
+        "{% endif %}{% for c in m.tool_calls %}[{{ c.function | tojson }}]{% endfor %}{% endfor %}"
+    )
+    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    result = {"role": "tool", "tool_call_id": CALL["id"], "content": "warm"}
+    (text,) = await rendered(source, of_openai([{"role": "user", "content": "Hi"}, call, result]))
+    assert text == 'user:Hiassistant:[{"name": "weather", "arguments": {"city": "Köln"}}]tool:warm'
+
+
 @pytest.mark.parametrize("kind", OF_CALLS)
 async def test_every_api_gives_the_same_prompt(rendered: Render, kind: str) -> None:
     source, _, _ = OF_CALLS[kind]
