@@ -103,8 +103,9 @@ def _olmo3(template: str) -> CallGrammar:
     return CallGrammar(begin, "NAME(", ")", "\n", end, notation={"notation": "python"})
 
 
-def _qwen_coder(tags: tuple[str, str]) -> _Grammar:
-    style = TaggedArguments("<parameter=KEY>\n", "\n</parameter>\n", ("</parameter>", "</function>"))
+def _qwen_coder(tags: tuple[str, str], *, has_lines: bool) -> _Grammar:
+    line = "\n" if has_lines else ""
+    style = TaggedArguments(f"<parameter=KEY>{line}", f"{line}</parameter>\n", ("</parameter>", "</function>"))
     begin, end = f"{tags[0]}\n", f"\n{tags[1]}"
     return lambda template: CallGrammar(begin, "<function=NAME>\n", "</function>", None, end, style)
 
@@ -183,11 +184,11 @@ class ToolFormat:
 
 def _json_format(marks: Mapping[str, str], grammar: _Grammar, wrappers: tuple[str, ...] = ()) -> ToolFormat:
     every = tuple(dict.fromkeys((*marks, *filter(None, marks.values()))))
-    return ToolFormat(json_lists.after(marks), (*every, *wrappers), tuple(marks), grammar=grammar, wrappers=wrappers)
+    return ToolFormat(json_lists.after(marks), (*every, *wrappers), grammar=grammar, wrappers=wrappers)
 
 
-def _list_format(marks: Mapping[str, str]) -> ToolFormat:
-    return _json_format(marks, _json_list(marks))
+def _list_format(marks: Mapping[str, str], wrappers: tuple[str, ...] = ()) -> ToolFormat:
+    return _json_format(marks, _json_list(marks), wrappers)
 
 
 def _hermes_format(wrappers: tuple[str, ...] = ()) -> ToolFormat:
@@ -195,18 +196,20 @@ def _hermes_format(wrappers: tuple[str, ...] = ()) -> ToolFormat:
     return ToolFormat(hermes.script, marks, hermes.BEGINS, grammar=_hermes, wrappers=wrappers)
 
 
-def _qwen_coder_format(tags: tuple[str, str]) -> ToolFormat:
-    return ToolFormat(qwen_coder.between(*tags), tags, qwen_coder.begins(tags[0]), grammar=_qwen_coder(tags))
+def _qwen_coder_format(tags: tuple[str, str], *, has_lines: bool) -> ToolFormat:
+    script = qwen_coder.between(*tags, has_lines=has_lines)
+    return ToolFormat(script, tags, qwen_coder.begins(tags[0]), grammar=_qwen_coder(tags, has_lines=has_lines))
 
 
 def _dsml_format(script: Script, tags: tuple[str, str]) -> ToolFormat:
     return ToolFormat(script, (invoke.DSML,), tags[:1], grammar=_dsml(*tags))
 
 
+_RESPONSE = ("<response>", "</response>")
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": _hermes_format(),
-    "ernie45": _hermes_format(("<response>", "</response>")),
-    "granite": _list_format(json_lists.GRANITE),
+    "ernie45": _hermes_format(_RESPONSE),
+    "granite": _list_format(json_lists.GRANITE, _RESPONSE),
     "phi4_mini_json": _list_format(json_lists.PHI4_MINI),
     "hunyuan_a13b": _list_format(json_lists.HUNYUAN),
     "nemotron_json": _list_format(json_lists.NEMOTRON),
@@ -217,7 +220,6 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "solar_open": ToolFormat(
         solar.script,
         (solar.BEGIN, solar.END, solar.CALL, solar.NAME, solar.ARGUMENTS, solar.CALL_END, *solar.WRAPPERS),
-        (solar.BEGIN,),
         grammar=_solar,
         wrappers=solar.WRAPPERS,
     ),
@@ -226,13 +228,13 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         _json_list(json_lists.COMMAND, "tool_name", "parameters"),
         ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
     ),
-    "lfm2": ToolFormat(pythonic.between(*pythonic.LFM2), pythonic.LFM2, pythonic.LFM2[:1], grammar=_lfm2),
-    "olmo3": ToolFormat(pythonic.between(*pythonic.OLMO3), pythonic.OLMO3, pythonic.OLMO3[:1], grammar=_olmo3),
+    "lfm2": ToolFormat(pythonic.between(*pythonic.LFM2), pythonic.LFM2, grammar=_lfm2),
+    "olmo3": ToolFormat(pythonic.between(*pythonic.OLMO3), pythonic.OLMO3, grammar=_olmo3),
     "llama3_json": ToolFormat(llama.script, (llama.TAG,), grammar=_llama),
     "pythonic": ToolFormat(pythonic.script, (pythonic.START, pythonic.END), grammar=_pythonic),
     "mistral": ToolFormat(mistral.script, (mistral.MARK, mistral.CALL_ID, mistral.ARGS), (), _short_id, _mistral),
-    "qwen3_coder": _qwen_coder_format(qwen_coder.QWEN),
-    "seed_oss": _qwen_coder_format(qwen_coder.SEED_OSS),
+    "qwen3_coder": _qwen_coder_format(qwen_coder.QWEN, has_lines=True),
+    "seed_oss": _qwen_coder_format(qwen_coder.SEED_OSS, has_lines=False),
     "deepseek_v3": ToolFormat(
         deepseek.script,
         (deepseek.BEGIN, deepseek.END, deepseek.CALL, deepseek.SEPARATOR, deepseek.CALL_END),
@@ -245,14 +247,24 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         invoke.dots, (invoke.DOTS_BEGIN, invoke.DOTS_END), (invoke.DOTS_BEGIN,), grammar=_dots
     ),
     "kimi_k2": ToolFormat(
-        kimi.script, (kimi.BEGIN, kimi.END, kimi.CALL, kimi.ARGUMENT, kimi.CALL_END), (kimi.BEGIN,), _kimi_id, _kimi
+        kimi.script,
+        (kimi.BEGIN, kimi.END, kimi.CALL, kimi.ARGUMENT, kimi.CALL_END),
+        (kimi.BEGIN, kimi.CALL),
+        _kimi_id,
+        _kimi,
     ),
     "glm45": ToolFormat(glm.script, glm.MARKS, grammar=_glm),
     "openai": ToolFormat(harmony.script, harmony.MARKS),
     "functiongemma": ToolFormat(
         gemma.function_gemma, gemma.FUNCTION_GEMMA, (gemma.FUNCTION_GEMMA[0],), grammar=_gemma(gemma.FUNCTION_GEMMA)
     ),
-    "gemma4": ToolFormat(gemma.gemma4, gemma.GEMMA4, (gemma.GEMMA4[0],), grammar=_gemma(gemma.GEMMA4)),
+    "gemma4": ToolFormat(
+        gemma.gemma4,
+        gemma.GEMMA4,
+        (gemma.GEMMA4[0],),
+        grammar=_gemma(gemma.GEMMA4),
+        wrappers=gemma.EMPTY_THOUGHTS,
+    ),
     "minimax_m2": ToolFormat(
         invoke.minimax, (invoke.MINIMAX_BEGIN, invoke.MINIMAX_END), (invoke.MINIMAX_BEGIN,), grammar=_minimax
     ),
@@ -264,6 +276,7 @@ REASONING_FORMATS: dict[str, ThinkTags | None] = {
     "mistral": ThinkTags("[THINK]", "[/THINK]"),
     "seed_oss": ThinkTags("<seed:think>", "</seed:think>"),
     "solar_open": ThinkTags("<|think|>", "<|end|>"),
+    "apriel": ThinkTags("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
     "cohere_command": ThinkTags("<|START_THINKING|>", "<|END_THINKING|>"),
     "gemma4": ThinkTags("<|channel>thought", "<channel|>"),
     "openai": None,
@@ -325,6 +338,7 @@ _REASONING_ROWS = (
     _Row("seed_oss", ("</seed:think>",)),
     _Row("cohere_command", ("<|END_THINKING|>",)),
     _Row("solar_open", ("<|begin|>assistant", "<|think|>")),
+    _Row("apriel", ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]")),
     _Row("deepseek_r1", ("</think>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>"), lacks=("thinking",)),
     _Row("think", ("</think>",)),
 )

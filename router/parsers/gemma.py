@@ -41,6 +41,8 @@ def _read(body: str, quote: str) -> Call | None:
     return Call(name, json.dumps(arguments, ensure_ascii=False)) if reader.at_end() else None
 
 
+# What small models write after the answer.
+EMPTY_THOUGHTS = ("<|channel>thought\n<channel|>", "<channel|>")
 GEMMA4 = ("<|tool_call>", "<tool_call|>", '<|"|>')
 FUNCTION_GEMMA = ("<start_function_call>", "<end_function_call>", "<escape>")
 gemma4 = between(*GEMMA4)

@@ -24,8 +24,10 @@ def begins(opening: str) -> tuple[str, ...]:
     return f"{opening}\n{_FUNCTION}", f"{opening}{_FUNCTION}"
 
 
-def between(opening: str, closing: str) -> Script:
-    """Return the parser for text and calls between these tags, which models sometimes omit."""
+def between(opening: str, closing: str, *, has_lines: bool) -> Script:
+    """Return the parser for text and calls between these tags, which models sometimes omit. If `has_lines`, each value
+    is on lines of its own.
+    """
 
     def script(machine: Machine) -> Steps[None]:
         while mark := (yield from machine.text_until(opening, _FUNCTION)):
@@ -40,7 +42,7 @@ def between(opening: str, closing: str) -> Script:
             body, end = yield from machine.take_around(
                 closing, value=(_PARAMETER_BEGIN, _PARAMETER_END), restart=opening, certain=(_END,)
             )
-            call = _read(body, machine.offer)
+            call = _read(body, machine.offer, has_lines=has_lines)
             if not machine.settle([call] if call else None, raw + body + end):
                 continue
             yield from machine.after_call()
@@ -51,12 +53,14 @@ def between(opening: str, closing: str) -> Script:
     return script
 
 
-def _read(body: str, offer: Offer) -> Call | None:
+def _read(body: str, offer: Offer, *, has_lines: bool) -> Call | None:
     """Return the call parsed from `NAME>` and the parameters after it."""
     name, mark, rest = body.partition(">")
     name = _name(name)
-    # The template writes each value on lines of its own.
-    values = [(_name(key), value.removeprefix("\n").removesuffix("\n")) for key, value in _PARAMETER.findall(rest)]
+    values = [
+        (_name(key), value.removeprefix("\n").removesuffix("\n") if has_lines else value)
+        for key, value in _PARAMETER.findall(rest)
+    ]
     if not mark or name not in offer.tools or (not values and rest.strip()):
         return None
     return Call(name, arguments_of(values, offer.tools[name]))

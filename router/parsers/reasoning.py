@@ -57,6 +57,8 @@ def after_thinking(tags: ThinkTags, answer: Script, call_marks: tuple[str, ...])
             elif mark:
                 machine.unread(mark)
                 machine.leave_out(tags.closing)
+        elif (yield from machine.accept(tags.closing)):  # as if the model had to close what the prompt has closed
+            yield from machine.take_space()
         else:
             machine.unread(space)
         yield from answer(machine)

@@ -104,7 +104,7 @@ TAGGED = {
     "dots": '<parameter name="city">Oslo</parameter>\n<parameter name="days">3</parameter>\n',
     "lfm2": 'city="Oslo", days=3',
     "olmo3": 'city="Oslo", days=3',
-    "seed_oss": "<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n",
+    "seed_oss": "<parameter=city>Oslo</parameter>\n<parameter=days>3</parameter>\n",
     "minimax_m2": '<parameter name="city">Oslo</parameter>\n<parameter name="days">3</parameter>\n',
     "functiongemma": "city:<escape>Oslo<escape>,days:3",
     "gemma4": 'city:<|"|>Oslo<|"|>,days:3',

@@ -132,6 +132,9 @@ GOOD = [
     Transcript("hermes", f"<think>\nOslo it is.\n</think>\n\n{_hermes(OSLO)}", "", [OSLO], "Oslo it is.", "think"),
     Transcript("hermes", f"Hm.\n</think>\n\nYes.\n{_hermes(NOW)}", "Yes.", [NOW], "Hm.", "think", is_thinking=True),
     Transcript("hermes", "<think>\n\n</think>\n\nHi", "Hi", reasons_by="think"),
+    # The prompt has closed the reasoning, and the model closes it again.
+    Transcript("hermes", f"</think>\n\n{_hermes(NOW)}", "", [NOW], reasons_by="think"),
+    Transcript("hermes", "\n</think>Hi </think>.", "Hi </think>.", reasons_by="think"),
     # Qwen 3 and 3.5 sometimes call without closing the reasoning, or close it after the call.
     Transcript("hermes", f"Now.\n{_hermes(NOW)}", "", [NOW], "Now.", "think", is_thinking=True),
     Transcript("hermes", f"<think>Now.\n{_hermes(OSLO)}\n</think>\n\nDone.", "Done.", [OSLO], "Now.", "think"),
@@ -337,6 +340,15 @@ GOOD = [
     ),
     Transcript(
         "kimi_k2",
+        "<think>A city<|tool_call_begin|>functions.time:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "",
+        [NOW],
+        "A city",
+        "think",
+        ids=("functions.time:0",),
+    ),
+    Transcript(
+        "kimi_k2",
         "<think>Never closed <|tool_calls_section_begin|><|tool_call_begin|>functions.time:0"
         "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
         "",
@@ -408,6 +420,8 @@ GOOD = [
     ),
     Transcript("gemma4", "<|channel>thought\n<channel|>Hello.", "Hello.", reasons_by="gemma4"),
     Transcript("granite", f"See.\n<|tool_call|> [{_json(OSLO)}, {_json(NOW)}]\nDone.", "See.\nDone.", [OSLO, NOW]),
+    Transcript("gemma4", "Hi.<|channel>thought\n<channel|><channel|>", "Hi.", reasons_by="gemma4"),
+    Transcript("granite", "<think>Hm.</think><response>Hi.</response>", "Hi.", [], "Hm.", "think"),
     Transcript("granite", f"<tool_call>[{_json(TOKYO)}]</tool_call>", "", [TOKYO]),
     Transcript("granite", f"<|tool_call|>[{_json(OSLO)}, {{", "{", [OSLO]),
     Transcript("phi4_mini_json", f"functools[{_json(OSLO)}]", "", [OSLO]),
@@ -438,6 +452,15 @@ GOOD = [
         "Hm.",
         "solar_open",
     ),
+    Transcript(
+        "hunyuan_a13b",
+        f"Hm.\n[BEGIN FINAL RESPONSE]\n<tool_calls>[{_json(NOW)}]</tool_calls>",
+        "",
+        [NOW],
+        "Hm.",
+        "apriel",
+        is_thinking=True,
+    ),
     Transcript("nemotron_json", f"See: <TOOLCALL>[{_json(OSLO)}]</TOOLCALL>", "See:", [OSLO]),
     Transcript(
         "cohere_command",
@@ -464,6 +487,15 @@ GOOD = [
     Transcript("ernie45", f"Look.\n{_hermes(OSLO, NOW)}\n", "Look.", [OSLO, NOW]),
     Transcript("lfm2", '<|tool_call_start|>[weather(city="Oslo", days=3, hourly=True)]<|tool_call_end|>I look.',
                "I look.", [OSLO]),
+    Transcript(
+        "lfm2",
+        "<think>Not <|tool_call_start|>[time()]<|tool_call_end|> now.</think><|tool_call_start|>[time()]"
+        "<|tool_call_end|>",
+        "",
+        [NOW],
+        "Not <|tool_call_start|>[time()]<|tool_call_end|> now.",
+        "think",
+    ),
     # Quotes that are not escaped, and a set.
     Transcript(
         "lfm2",
@@ -477,6 +509,8 @@ GOOD = [
         "On it.",
         [OSLO, NOW],
     ),
+    Transcript("seed_oss", "<seed:tool_call>\n<function=write-file>\n<parameter=text>\na\n</parameter>\n</function>\n"
+               "</seed:tool_call>", "", [("write-file", {"text": "\na\n"})]),
     Transcript(
         "seed_oss",
         "<seed:think>A file.</seed:think><seed:tool_call>\n<function=weather>\n<parameter=city>Oslo</parameter>\n"
