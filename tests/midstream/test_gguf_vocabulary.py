@@ -110,20 +110,92 @@ _TEKKEN = (
     "407 331 259 336 339 342 25 220 16 17 18 19 20 10 21 22 280 16 65 17 220 286 288 220 290 197 3 20 13 15 15 "
     "298 300 378 286 306 88 309 311 390 393 319 321 323 325 327 406"
 )
+_GPT4O = (
+    "256 333 261 263 265 342 25 220 347 275 10 278 280 16 65 17 220 286 288 220 290 197 3 20 13 296 298 300 "
+    "378 286 306 88 309 311 390 393 319 321 323 325 327 406"
+)
+_DEEPSEEK_V3 = (
+    "331 259 336 339 342 25 220 347 275 10 278 280 16 65 17 220 286 288 220 290 197 3 20 13 296 298 300 378 "
+    "286 306 88 309 311 390 316 318 320 399 220 326 328 330"
+)
+_DEEPSEEK_LLM = (
+    "331 6 83 336 6 265 342 25 220 272 349 10 278 280 16 65 17 220 286 198 198 220 290 292 20 13 296 298 300 "
+    "378 286 14 198 88 386 312 314 316 318 320 399 220 326 328 330"
+)
+_DEEPSEEK_CODER = (
+    "331 6 83 336 6 265 342 25 220 16 17 18 19 20 10 21 22 280 16 65 17 220 286 198 198 220 290 292 20 13 15 "
+    "15 298 300 378 286 14 198 88 309 311 390 316 318 320 399 220 326 328 330"
+)
+_FALCON = (
+    "331 6 83 336 6 265 342 25 220 347 275 10 278 280 16 65 17 220 286 363 290 197 3 20 13 296 220 7 300 378 "
+    "286 14 198 88 309 311 390 316 318 320 399 325 327 406"
+)
+_BLOOM = (
+    "256 333 261 263 265 267 269 271 273 275 352 280 357 220 286 363 290 197 293 13 296 298 300 378 381 198 "
+    "88 309 311 390 316 318 320 399 325 327 406"
+)
+_VIKING = (
+    "256 333 261 263 265 267 269 220 16 17 18 19 20 10 21 22 280 16 65 17 220 286 363 290 197 3 20 13 15 15 "
+    "298 300 378 381 198 88 309 311 390 316 318 320 399 325 327 406"
+)
+_SEED_CODER = (
+    "331 259 336 339 342 25 220 16 17 18 19 20 10 21 22 280 16 65 17 220 286 288 220 290 197 3 20 13 15 15 "
+    "298 300 378 286 14 198 88 309 311 390 316 318 320 399 325 327 406"
+)
 _WORDS = {
     **dict.fromkeys(("", "default"), _DEFAULT),
     **dict.fromkeys(
-        ("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4", "mpt", "olmo", "jais", "trillion"), _GPT2
+        (
+            "gpt-2",
+            "phi-2",
+            "gigachat",
+            "a.x-4.0",
+            "mellum",
+            "exaone4",
+            "mpt",
+            "olmo",
+            "jais",
+            "trillion",
+            "granite-docling",
+            "modern-bert",
+        ),
+        _GPT2,
     ),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"), _SINGLE_DIGITS
     ),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"), f"407 {_LLAMA3}"),
-    **dict.fromkeys(("smaug-bpe", "dbrx"), _LLAMA3),
     **dict.fromkeys(
-        ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open"), _QWEN2
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+        f"407 {_LLAMA3}",
+    ),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe", "glm4", "glm5"), _LLAMA3),
+    **dict.fromkeys(
+        (
+            "qwen2",
+            "deepseek-r1-qwen",
+            "kormo",
+            "f2llmv2",
+            "megrez",
+            "stablelm2",
+            "hunyuan",
+            "solar-open",
+            "grok-2",
+            "qwen35",
+            "bailingmoe",
+            "bailingmoe2",
+            "llada-moe",
+        ),
+        _QWEN2,
     ),
     "tekken": _TEKKEN,
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT4O),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK_V3),
+    "deepseek-llm": _DEEPSEEK_LLM,
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "falcon": _FALCON,
+    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), _BLOOM),
+    "viking": _VIKING,
+    "seed-coder": _SEED_CODER,
 }
 
 

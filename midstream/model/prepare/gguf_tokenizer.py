@@ -27,6 +27,23 @@ _TEKKEN_PATTERN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_GPT4O_PATTERN = (
+    _TEKKEN_PATTERN.replace(r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|", rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{_CONTRACTIONS}?|")
+    .replace(r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|", rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{_CONTRACTIONS}?|")
+    .replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+)
+_QWEN35_PATTERN = _QWEN2_PATTERN.replace(r"\p{N}]?\p{L}+", r"\p{N}]?[\p{L}\p{M}]+").replace(
+    r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{M}\p{N}]+"
+)
+_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+_DEEPSEEK3_PATTERN = (
+    rf"{_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Letters that have cases, without those of Georgian that got theirs late.
+_CASED = r"[[\p{Lu}\p{Ll}\p{Lt}]&&[^ა-ჿ]]"
+_BLOOM_PATTERN = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 
 def _split(pattern: str) -> Json:
@@ -62,15 +79,72 @@ _DEFAULT = _Words(
 _WORDS: dict[str, _Words] = {
     "default": _DEFAULT,
     **dict.fromkeys(
-        ("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4", "mpt", "olmo", "jais", "trillion"), _GPT2
+        (
+            "gpt-2",
+            "phi-2",
+            "gigachat",
+            "a.x-4.0",
+            "mellum",
+            "exaone4",
+            "mpt",
+            "olmo",
+            "jais",
+            "trillion",
+            "granite-docling",
+            "modern-bert",
+        ),
+        _GPT2,
     ),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"), _SINGLE_DIGITS
     ),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"), _LLAMA3),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3
+    ),
     **dict.fromkeys(("smaug-bpe", "dbrx"), replace(_LLAMA3, ignores_merges=False, adds_bos=False)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"), _QWEN2),
-    **dict.fromkeys(("stablelm2", "hunyuan", "solar-open"), replace(_QWEN2, normalizes=False)),
+    **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), replace(_QWEN2, normalizes=False)),
+    "qwen35": _Words((_split(_QWEN35_PATTERN),)),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _Words((_split(_GPT4O_PATTERN),))),
+    "chatglm-bpe": replace(_LLAMA3, ignores_merges=False, adds_bos=False),
+    **dict.fromkeys(("glm4", "glm5"), replace(_LLAMA3, adds_bos=False)),
+    **dict.fromkeys(
+        ("deepseek-v3", "hunyuan-dense", "joyai-llm"),
+        _Words((_split(r"\p{N}{1,3}"), _split("[一-龥぀-ゟ゠-ヿ]+"), _split(_DEEPSEEK3_PATTERN))),
+    ),
+    "deepseek-llm": _Words(
+        tuple(
+            map(
+                _split,
+                (
+                    r"[\r\n]",
+                    rf"\s?{_CASED}+",
+                    r"\s?[!-/:-~！-／：-～‘-‟\x{3000}-。]+",
+                    r"\s+$",
+                    "[一-龥ࠀ-一가-\ud7ff]+",
+                    r"\p{N}+",
+                ),
+            )
+        )
+    ),
+    "deepseek-coder": _Words(
+        tuple(map(_split, (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")))
+    ),
+    "falcon": _Words((_split(r"[\p{P}\$\+<=>\^~\|`]+"), _split(_GPT2_PATTERN), _split("[0-9][0-9][0-9]"))),
+    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), _Words((_split(_BLOOM_PATTERN),))),
+    "viking": _Words((_split(_BLOOM_PATTERN), _split(r"\p{N}"))),
+    **dict.fromkeys(
+        ("bailingmoe", "bailingmoe2", "llada-moe"),
+        _Words(
+            (
+                _split(
+                    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+                ),
+            )
+        ),
+    ),
+    "seed-coder": _Words((_split(_QWEN2_PATTERN.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")),)),
     "tekken": _Words((_split(_TEKKEN_PATTERN),), ignores_merges=True, adds_bos=True),
 }
 
