@@ -12,8 +12,8 @@ class Role(StrEnum):
     """What a caller may do.
 
     GENERATE: run requests, and read, resume and abort one's own requests. OBSERVE: read metrics, loads and status,
-    which hold no contents of requests. ADMIN: all of the above, and manage adapters, read KV events (which hold the
-    tokens of all prompts) and access other callers' requests.
+    which hold no contents of requests. ADMIN: all of the above, and manage adapters and weights, pause generation, read
+    KV events (which hold the tokens of all prompts) and access other callers' requests.
     """
 
     GENERATE = "generate"
@@ -48,6 +48,10 @@ _METHODS = {
         "LoadLora": _ADMIN,
         "UnloadLora": _ADMIN,
         "SubscribeKvEvents": _ADMIN,
+        "GetWeightsVersion": _ANY,
+        "UpdateWeights": _ADMIN,
+        "PauseGeneration": _ADMIN,
+        "ResumeGeneration": _ADMIN,
     },
     "/inference.GRPCInferenceService/": {
         "ServerLive": _ANY,
