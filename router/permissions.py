@@ -80,6 +80,13 @@ _METHODS = {
     "/grpc.reflection.v1alpha.ServerReflection/": {"ServerReflectionInfo": _ANY},
 }
 _GRPC = {prefix + name: roles for prefix, methods in _METHODS.items() for name, roles in methods.items()}
+# Beginnings of the paths in router/protocols/live_weights.py.
+_LIVE_WEIGHTS = (
+    "/pause", "/resume", "/is_paused", "/continue_generation", "/abort_request", "/reset_prefix_cache", "/flush_cache",
+    "/weight_", "/get_weight_version", "/update_weight", "/init_weight", "/start_weight_update",
+    "/finish_weight_update", "/destroy_weights_update_group", "/collective_rpc", "/is_sleeping", "/sleep", "/wake_up",
+    "/release_memory_occupation",
+)  # fmt: skip
 _HTTP = (
     ("/v1/models", _ANY),
     ("/v1/receipts/keys", _ANY),
@@ -96,6 +103,7 @@ _HTTP = (
     ("/metrics", _OBSERVE),
     ("/dashboard/feed", _OBSERVE),
     ("/ledger", _ADMIN),
+    *((prefix, _ADMIN) for prefix in _LIVE_WEIGHTS),
 )
 
 
