@@ -136,10 +136,13 @@ class WeightUpdates:
                 field="path",
             )
         with self._lock:
-            self._current = None
-        if error is None:
+            # A worker that has registered again while it loaded was told twice.
+            is_first = self._current is not None and self._current.weights is done
+            if is_first:
+                self._current = None
+        if error is None and is_first:
             self._switch(WeightsReady(done.result(), wanted.weights_version))
-        else:
+        elif error is not None:
             error = _as_midstream(error)
             logger.error("cannot change the weights: %s", error)
             failed = worker_pb2.WeightsPrepared(epoch=wanted.epoch, update=wanted.update, error=error.to_proto())

@@ -101,7 +101,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections; streams in progress raise AbortedError."""
+        """Close all connections; streams in progress raise ConflictError."""
         self._is_closed = True
         for channel in self._channels:
             await channel.close()
@@ -422,7 +422,7 @@ class AsyncClient:
             The new version.
 
         Raises:
-            AbortedError: Some cells have changed their weights, and others have not.
+            ConflictError: Some cells have changed their weights, and others have not.
             UnavailableError: A worker was lost, or the outcome is unknown; see `weights`.
             MidstreamError: All workers keep their weights.
         """

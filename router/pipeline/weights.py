@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import grpc.aio
 
-from midstream.errors import AbortedError, InvalidArgumentError, MidstreamError
+from midstream.errors import ConflictError, InvalidArgumentError, MidstreamError
 from midstream.rpc.errors import error_from_rpc
 from protos import weights_pb2
 from router.pipeline.cells import Cells
@@ -38,7 +38,7 @@ class WeightsAdmin:
         """Change the weights in every cell.
 
         Raises:
-            AbortedError: Some cells have changed, and others have not.
+            ConflictError: Some cells have changed, and others have not.
             MidstreamError: No cell has changed, or, with UnavailableError and DeadlineError, perhaps one has.
         """
         self._check_path(request.path)
@@ -47,7 +47,7 @@ class WeightsAdmin:
         failed = {name: item for name, item in found.items() if isinstance(item, MidstreamError)}
         if done and failed:
             name, error = next(iter(failed.items()))
-            raise AbortedError(
+            raise ConflictError(
                 f"the weights were changed in {', '.join(sorted(done))}, but not in {', '.join(sorted(failed))} "
                 f"({name}: {error.message}); repeat the call until it succeeds"
             )

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from midstream.errors import AbortedError, InvalidArgumentError, MidstreamError, UnavailableError, UnsupportedError
+from midstream.errors import ConflictError, InvalidArgumentError, MidstreamError, UnavailableError, UnsupportedError
 from protos import weights_pb2
 from router.pipeline.generation import FrontDoor
 from router.protocols.body_reader import BodyReader
@@ -144,7 +144,7 @@ class LiveWeightsApi:
         cells = await self._weights.state()
         versions = {cell.version.version for cell in cells}
         if len(versions) > 1:
-            raise AbortedError(f"cells have different weights: {', '.join(sorted(versions))}; update them again")
+            raise ConflictError(f"cells have different weights: {', '.join(sorted(versions))}; update them again")
         problems = [problem for cell in cells for problem in cell.problems]
         if problems and not any(cell.num_groups for cell in cells):
             raise UnavailableError(f"no worker has the weights: {problems[-1]}")

@@ -19,7 +19,7 @@ from pathlib import PurePath
 from typing import Protocol
 
 from midstream.errors import (
-    AbortedError,
+    ConflictError,
     DeadlineError,
     ExecutionError,
     InvalidArgumentError,
@@ -87,6 +87,7 @@ class Weights:
         document = await self._documents.get(self._key)
         if document is not None:
             self._stored = weights_pb2.WeightsVersion.FromString(document.data)
+            self._update = _new_id()
             self._tell_core(self._stored)
 
     @property
@@ -122,7 +123,7 @@ class Weights:
         """
         _check(request)
         if self._is_updating:
-            raise AbortedError("another update of the weights is running; try again after it")
+            raise ConflictError("another update of the weights is running; try again after it")
         self._is_updating = True
         # A caller that hangs up does not interrupt it.
         self._task = asyncio.create_task(self._change(request))
@@ -168,7 +169,7 @@ class Weights:
         groups = core.groups
         if not groups:
             raise UnavailableError("no worker has joined")
-        self._update = secrets.randbits(63) + 1
+        self._update = _new_id()
         try:
             root, fingerprint = _agreed(await asyncio.gather(*(self._ask(group, request.path) for group in groups)))
             version = weights_pb2.WeightsVersion(
@@ -268,3 +269,7 @@ def _agreed(results: list[worker_pb2.WeightsPrepared]) -> tuple[str, str]:
     if not root:
         raise ExecutionError("a worker did not name the root of the weights")
     return root, fingerprint
+
+
+def _new_id() -> int:
+    return secrets.randbits(63) + 1

@@ -22,6 +22,7 @@ from protos import generation_pb2 as pb
 from protos import weights_pb2
 from tests.faults.small_model import make_small_model
 from tests.integration.service import eventually
+from tests.integration.test_audit import LIES, lie
 from tests.integration.test_kinds import Cell, Stream, run
 
 if TYPE_CHECKING:
@@ -102,7 +103,9 @@ async def check_parts(cell: Cell, streams: list[Stream], before: list[Stream], r
     """
     async with cell.stub() as stub, AsyncClient([f"127.0.0.1:{cell.ports['router']}"]) as client:
         auditor = Auditor(client, {key.key_id: key for key in await client.receipt_keys()})
+        liar = Auditor(client, LIES)
         await auditor.open()
+        await liar.open()
         for number, (stream, old) in enumerate(zip(streams, before, strict=True)):
             assert len(stream.tokens) == NUM_TOKENS
             assert stream.changed_at is not None
@@ -119,6 +122,29 @@ async def check_parts(cell: Cell, streams: list[Stream], before: list[Stream], r
             finding = await auditor.audit(evidence)
             assert (finding.verdict, "the rest is proved" in finding.reason) == (Verdict.UNCHECKED, True), finding
             assert "recomputation" in finding.checked
+            # A token that the new weights have not given is found.
+            (tokens,) = evidence.outputs or [[]]
+            place = stream.changed_at + 3
+            false = [*tokens[:place], tokens[place] + 1, *tokens[place + 1 :]]
+            finding = await liar.audit(lie(evidence, [false]))
+            assert (finding.verdict, finding.token) == (Verdict.DIFFERS, place), finding
+
+
+async def check_first_part(cell: Cell, stream: Stream) -> None:
+    """Check that an audit with the first weights proves the first tokens, and finds what they have not given."""
+    assert stream.changed_at is not None
+    async with AsyncClient([f"127.0.0.1:{cell.ports['router']}"]) as client:
+        evidence = await client.receipt("live-0", include_request=True, include_outputs=True)
+        (tokens,) = evidence.outputs or [[]]
+        auditor, liar = Auditor(client, {key.key_id: key for key in await client.receipt_keys()}), Auditor(client, LIES)
+        await auditor.open()
+        await liar.open()
+        finding = await auditor.audit(evidence)
+        assert (finding.verdict, "the rest is proved" in finding.reason) == (Verdict.UNCHECKED, True), finding
+        place = stream.changed_at - 1
+        false = [*tokens[:place], tokens[place] + 1, *tokens[place + 1 :]]
+        finding = await liar.audit(lie(evidence, [false]))
+        assert (finding.verdict, finding.token) == (Verdict.DIFFERS, place), finding
 
 
 async def grown(streams: list[Stream], num_tokens: int) -> None:
@@ -167,6 +193,7 @@ async def test_streams_continue_under_new_weights_through_kills(cell: Cell, fold
         await ready(stub, 2)
         (again,) = await run(stub, [request_of(0, "back")])
         assert again.tokens == before[0].tokens
+        await check_first_part(cell, streams[0])
 
 
 async def test_a_refused_update_changes_nothing_and_says_why(cell: Cell, folders: dict[str, Path]) -> None:
