@@ -218,6 +218,13 @@ class WorkerGroup:
         """
         return self.is_outdated or self.standing.is_held(self._clock.now_ns)
 
+    @property
+    def reason_held_off(self) -> str:
+        """Why the group gets nothing to run; empty if it does."""
+        if self.standing.is_held(self._clock.now_ns):
+            return self.standing.reason
+        return "it changes its weights" if self.is_outdated else ""
+
     def note_outdated(self, *, is_outdated: bool) -> None:
         """Record whether the group has other weights than all groups are to have."""
         self.is_outdated = is_outdated

@@ -263,7 +263,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
                     num_active_sequences=group.max_batch_size - group.num_free_rows,
                     num_placed_requests=group.num_placed,
                     num_steps=group.next_step_id - 1,
-                    held_off=group.standing.reason if group.is_held_off else "",
+                    held_off=group.reason_held_off,
                     kind=kind_to_proto(group.kind),
                 )
                 for group in core.groups

@@ -95,9 +95,11 @@ def test_a_group_with_old_weights_gets_nothing_to_run_until_it_has_changed_them(
     harness.turn()
     assert not harness.groups["b"].plans
     assert harness.group("b").is_outdated
+    assert harness.group("b").reason_held_off == "it changes its weights"
     harness.add_group("b", kind=NEW)
     harness.run()
     assert {*harness.ended} == {"r", "s"}
+    assert harness.group("b").reason_held_off == ""
     # A group may also find out that its weights are the right ones.
     harness.add_group("c", kind=Kind("new", "", "plain"))
     assert harness.group("c").is_outdated
