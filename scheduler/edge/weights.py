@@ -215,19 +215,28 @@ class Weights:
 
     @contextlib.asynccontextmanager
     async def _paused(self, mode: PauseMode | None) -> AsyncIterator[None]:
-        """Pause generation while the body runs, unless it is paused already."""
-        if mode is None or self._engine.core.pauses.is_paused:
+        """Pause generation while the body runs; a pause that has begun before it goes on after it."""
+        was_paused = self._engine.core.pauses.is_paused
+        if mode is PauseMode.FINISH and was_paused:
+            reason = "running requests cannot finish while generation is paused; resume it, or choose another value"
+            raise InvalidArgumentError(reason, field="on_update")
+        if mode is None:
             yield
             return
         try:
             await self._pause(mode)
             yield
         finally:
-            self.resume()
+            if not was_paused:
+                self.resume()
 
     async def _pause(self, mode: PauseMode) -> None:
+        """Pause generation. Raises ConflictError if it is resumed before the pause has taken effect."""
+        pauses = self._engine.core.pauses
         self._engine.handle(GenerationPaused(self._engine.now_ns(), mode))
-        await self._engine.wait_until(lambda: self._engine.core.pauses.is_settled)
+        await self._engine.wait_until(lambda: pauses.is_settled or not pauses.is_paused)
+        if not pauses.is_paused:
+            raise ConflictError("generation was resumed before the pause had taken effect")
 
     async def _ask(self, group: WorkerGroup, path: str) -> worker_pb2.WeightsPrepared:
         """Return a worker's answer. Raises UnavailableError if it is lost first, or DeadlineError."""
