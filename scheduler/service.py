@@ -176,7 +176,6 @@ class SchedulerService:
         )
         self.dispatcher.on_image_result = images.on_result
         self.engine.recover(contents.requests)
-        await weights.restore()
         self.metrics.registry.register(SchedulerCollector(core, self.dispatcher, self.journal, images))
         kept = KeptRequests(self.journal.documents, self.engine, self.limits, self.model.fingerprint)
         receipts = None
@@ -206,6 +205,8 @@ class SchedulerService:
         )
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, self.server.grpc)
         frames_pb2_grpc.add_FramesServicer_to_server(self.frames, self.server.grpc)
+        # Everything that observes requests exists by now, since turns are taken while this reads the database.
+        await weights.restore()
         dispatching = self.dispatcher.run(
             self.engine.handle_worker_event, self.engine.take_turn, self.progress.loop("worker messages")
         )
