@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from midstream.chunk import FinishReason, finish_reason_from_proto, matched_stop_from_proto
+from midstream.chunk import (
+    FinishReason,
+    WeightsPart,
+    finish_reason_from_proto,
+    matched_stop_from_proto,
+    weights_from_proto,
+)
 from midstream.text.sequence import TextRules
 from protos import scheduler_pb2 as pb
 
@@ -34,6 +41,7 @@ class SequenceEnd:
     num_tokens: int
     matched_stop: str | int | None = None
     cumulative_log_prob: float | None = None
+    weights: Sequence[WeightsPart] = ()
 
 
 def sequence_end_from_proto(end: pb.FeedSequenceEnd) -> SequenceEnd:
@@ -44,6 +52,7 @@ def sequence_end_from_proto(end: pb.FeedSequenceEnd) -> SequenceEnd:
         end.num_tokens,
         matched_stop_from_proto(end),
         end.cumulative_log_prob if end.HasField("cumulative_log_prob") else None,
+        weights_from_proto(end.weights),
     )
 
 

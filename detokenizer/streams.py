@@ -264,8 +264,14 @@ class OutputStream:
         chunk.is_sequence_final = True
         chunk.finish_reason, chunk.matched_stop = reason, matched
         chunk.cumulative_log_prob = sequence.outputs.cumulative_log_prob if log_prob is None else log_prob
+        length = end.num_tokens if text.stop_at is None else text.stop_at
+        chunk.weights = [
+            replace(part, from_token=self._num_prompt + part.from_token) if part.from_token else part
+            for part in end.weights
+            if part.from_token < max(length, 1)
+        ]
         sequence.pending, sequence.has_ended = chunk, True
-        sequence.num_output = end.num_tokens if text.stop_at is None else text.stop_at
+        sequence.num_output = length
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             sequence.length = self._num_prompt + sequence.num_output
         self._flush()

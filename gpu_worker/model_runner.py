@@ -199,6 +199,16 @@ class ModelRunner:
         self._guides.close()
         self.kv.close()
 
+    def release(self) -> None:
+        """Close the runner, and free its KV pool and its model. Nothing else can be done with it afterwards."""
+        device = self.model.device
+        self.close()
+        self.adapters.close()
+        for pool in self._pools:
+            pool.release()
+        vars(self).clear()  # others still refer to the runner, for example the adapter cache
+        empty_cache(device)
+
     def clear(self) -> None:
         """Remove all sequences; the pool's contents remain but are not referenced."""
         if self._stages is not None:

@@ -13,11 +13,13 @@ done in the link's thread.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import secrets
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +43,7 @@ from gpu_worker.scheduler_link.messages import FEATURES, PROTOCOL_VERSION
 from gpu_worker.scheduler_link.request_log import RequestLog
 from gpu_worker.step_traces import StepTraces
 from gpu_worker.weight_hasher import WeightHasher
+from gpu_worker.weight_updates import WeightsReady, WeightUpdates
 from midstream.config import WorkerConfig
 from midstream.grammar.process import is_available
 from midstream.model.folder import ModelFolder
@@ -76,41 +79,42 @@ class Worker:
         images = _image_encoder(config, folder, ALONE if group is None else group.ranks)
         self._runner = ModelRunner(config, folder, leader=None if group is None else group.leader)
         metrics, progress = Metrics(), Progress()
+        self._config, self._metrics = config, metrics
         self._loop = progress.loop("compute", _STALL_S)
         world_size = 1 if group is None else group.ranks.world_size
         registration = _registration(config, folder, self._runner, world_size, has_images=images is not None)
         tensor_size = 1 if group is None else group.ranks.tensor_size
-        kind = worker_kind(config, folder, self._runner.model, tensor_size)
-        registration.kind.CopyFrom(
-            kind_pb2.WorkerKind(
-                model_fingerprint=kind.model_fingerprint,
-                weights_root=stored_root(folder),
-                arithmetic=kind.arithmetic,
-                description=kind.description,
-            )
-        )
+        registration.kind.CopyFrom(_kind(config, folder, self._runner, tensor_size, stored_root(folder)))
+        self._incarnation = registration.incarnation
         self._hasher = None
+        self._weights_lock = threading.Lock()  # between the end of the hashing and a change of the weights
+        self._num_changes = 0
         self._stored_root = registration.kind.weights_root
         if config.hash_bytes_per_s > 0:
             self._hasher = WeightHasher(folder, config.hash_bytes_per_s, self._note_root)
         tiers = self._runner.kv.tiers
-        if tiers is not None:
-            tiers.count(metrics)
-        for part in (self._runner.kv.store, self._runner.kv.fetcher, self._runner.kv.server):
-            if part is not None:
-                part.count(metrics)
+        self._kv_metrics = self._count_kv()
         self._link = SchedulerLink(
             config.scheduler,
             registration,
             metrics,
             functools.partial(memory_usage, self._runner.model.device),
             self._runner.adapters,
-            KeptBlocks(self._runner.kv.block_hashes, None if tiers is None else tiers.offer),
+            self._new_kept_blocks(),
             credentials,
             tiers,
             self._runner.kv.fetcher,
             images,
         )
+        updates = WeightUpdates(
+            config,
+            folder,
+            registration.kind.arithmetic,
+            answer=self._link.answer_weights,
+            switch=self._link.switch_weights,
+            refusal=_refusal_of_updates(group, images),
+        )
+        self._link.on_weights = updates.take
         most = max(MOST, self._runner.num_micro_batches)
         self._in_flight = StepsInFlight(self._runner, self._link.inbox, most)
         self._http = HttpServer(config.host, config.http_port, metrics, progress.problems)
@@ -157,6 +161,12 @@ class Worker:
         before it was loaded. The process then ends, so that its requests are recomputed elsewhere, and its successor
         has the right identity.
         """
+        with self._weights_lock:
+            if self._num_changes:
+                return  # these are no longer the worker's weights
+            self._note_own_root(root)
+
+    def _note_own_root(self, root: str) -> None:
         if self._stored_root not in ("", root):
             logger.critical("a weight file was damaged: its contents have changed, but not its times")
             os._exit(1)
@@ -179,8 +189,55 @@ class Worker:
                 self._requests.clear()
                 if self._traces is not None:
                     self._traces.clear()
+            elif isinstance(work, WeightsReady):
+                self._change_weights(work)
             else:
                 return work
+
+    def _change_weights(self, ready: WeightsReady) -> None:
+        """Replace the model, its KV pool and all that was computed with it, and register again.
+
+        A failure on the way ends the process, which starts again with the folder in its settings.
+        """
+        started = time.perf_counter()
+        while self._in_flight:
+            self._deliver()
+        self._link.suspend("its weights are replaced")
+        with self._weights_lock:
+            self._num_changes += 1
+            if self._hasher is not None:
+                self._hasher.close()
+        folder = ready.weights.folder
+        self._kv_metrics.drop()
+        self._runner.release()
+        gc.collect()  # the old weights may be part of reference cycles
+        self._runner = ModelRunner(self._config, folder, ready.weights.model)
+        self._in_flight.use_runner(self._runner)
+        self._kv_metrics = self._count_kv()
+        registration = _registration(self._config, folder, self._runner, 1, has_images=False)
+        kind = _kind(self._config, folder, self._runner, 1, ready.weights.root)
+        kind.weights_version = ready.version
+        registration.kind.CopyFrom(kind)
+        registration.incarnation = self._incarnation
+        kv = self._runner.kv
+        self._link.resume(registration, self._runner.adapters, self._new_kept_blocks(), kv.tiers, kv.fetcher)
+        logger.info(
+            "changed the weights in %.2f s",
+            time.perf_counter() - started,
+            extra={"weights_root": kind.weights_root, "version": ready.version},
+        )
+
+    def _new_kept_blocks(self) -> KeptBlocks:
+        tiers = self._runner.kv.tiers
+        return KeptBlocks(self._runner.kv.block_hashes, None if tiers is None else tiers.offer)
+
+    def _count_kv(self) -> Metrics:
+        """Return metrics of the KV pool and its tiers."""
+        metrics, kv = Metrics(whole=self._metrics), self._runner.kv
+        for part in (kv.tiers, kv.store, kv.fetcher, kv.server):
+            if part is not None:
+                part.count(metrics)
+        return metrics
 
     def _execute(self, work: WaitingStep) -> None:
         step = work.step
@@ -246,6 +303,26 @@ def _image_encoder(config: WorkerConfig, folder: ModelFolder, ranks: Ranks) -> I
         return None
     device = use_device(config, ranks)
     return ImageEncoder(folder, device, compute_dtype(config, device))
+
+
+def _refusal_of_updates(group: RankGroup | None, images: ImageEncoder | None) -> str:
+    if group is not None:
+        return "a worker of several ranks cannot change its weights in place; restart it with the other model folder"
+    if images is not None:
+        return "a worker that encodes images cannot change its weights in place; restart it with the other model folder"
+    return ""
+
+
+def _kind(
+    config: WorkerConfig, folder: ModelFolder, runner: ModelRunner, tensor_size: int, root: str
+) -> kind_pb2.WorkerKind:
+    kind = worker_kind(config, folder, runner.model, tensor_size)
+    return kind_pb2.WorkerKind(
+        model_fingerprint=kind.model_fingerprint,
+        weights_root=root,
+        arithmetic=kind.arithmetic,
+        description=kind.description,
+    )
 
 
 def _registration(

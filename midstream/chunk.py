@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from midstream.errors import MidstreamError, from_proto
 from midstream.extras import Extras, extras_from_proto
 from protos import generation_pb2 as pb
-from protos import receipts_pb2, scheduler_pb2
+from protos import receipts_pb2, scheduler_pb2, weights_pb2
 
 
 class FinishReason(enum.StrEnum):
@@ -87,6 +87,24 @@ class Validation:
         return Validation(tuple(message.errors) or (() if message.is_valid else ("is not valid",)))
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsPart:
+    """The version of the weights that computed a sequence's tokens from an index on, up to the next part.
+
+    Attributes:
+        weights_root: Root of the tree over the weights, hexadecimal; empty if they had not been hashed.
+    """
+
+    from_token: int
+    version: str
+    weights_root: str
+
+
+def weights_from_proto(parts: Iterable[weights_pb2.WeightsPart]) -> tuple[WeightsPart, ...]:
+    """Return the versions of a sequence's tokens."""
+    return tuple([WeightsPart(part.from_token, part.version, part.weights_root) for part in parts])
+
+
 @dataclass(slots=True)
 class Chunk:
     """Consecutive tokens of one sequence, and the text that they complete.
@@ -107,6 +125,7 @@ class Chunk:
         error: The error with which the request failed.
         kind_changed_at: Index of the first token that workers of another kind computed; None if there is none so far.
         validation: Set on a sequence's final chunk if its schema was not fully enforced.
+        weights: Versions of the weights, on a sequence's final chunk, once they have been changed.
         receipt: The request's receipt, on the final chunk, if requested.
         receipt_lengths: Lengths of all sequences, on a detokenizer's final chunk, if a receipt is requested.
     """
@@ -126,6 +145,7 @@ class Chunk:
     error: MidstreamError | None = field(default=None, compare=False)
     kind_changed_at: int | None = None
     validation: Validation | None = None
+    weights: Sequence[WeightsPart] = ()
     receipt: receipts_pb2.Receipt | None = None
     receipt_lengths: Sequence[int] = ()
 
@@ -174,7 +194,7 @@ class Chunk:
             self.finish_reason, self.matched_stop = later.finish_reason, later.matched_stop
             self.cumulative_log_prob, self.usage = later.cumulative_log_prob, later.usage
             self.perf_metrics, self.error = later.perf_metrics, later.error
-            self.validation = later.validation
+            self.validation, self.weights = later.validation, later.weights
             self.receipt, self.receipt_lengths = later.receipt, later.receipt_lengths
 
     def cut(self, max_tensor_bytes: int) -> tuple[Chunk, Chunk | None]:
@@ -255,6 +275,8 @@ class Chunk:
             response.error.CopyFrom(self.error.to_proto())
 
     def _fill_proofs(self, response: pb.GenerateResponse) -> None:
+        for part in self.weights:
+            response.weights.add(from_token=part.from_token, version=part.version, weights_root=part.weights_root)
         if self.validation is not None:
             response.validation.is_valid = self.validation.is_valid
             response.validation.errors.extend(self.validation.errors)
@@ -281,6 +303,7 @@ class Chunk:
         self.is_sequence_final, self.is_final = response.is_sequence_final, response.is_final
         self.finish_reason = _REASONS.get(response.finish_reason)
         self.matched_stop = matched_stop_from_proto(response)
+        self.weights = weights_from_proto(response.weights)
         if response.HasField("cumulative_log_prob"):
             self.cumulative_log_prob = response.cumulative_log_prob
         if response.HasField("usage"):

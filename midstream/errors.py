@@ -19,6 +19,7 @@ class StatusCode(IntEnum):
     ALREADY_EXISTS = 6
     PERMISSION_DENIED = 7
     RESOURCE_EXHAUSTED = 8
+    ABORTED = 10
     OUT_OF_RANGE = 11
     UNIMPLEMENTED = 12
     INTERNAL = 13
@@ -117,6 +118,12 @@ class AbortedError(MidstreamError):
     code = StatusCode.CANCELLED
 
 
+class ConflictError(MidstreamError):
+    """Another change is being made at the same time, or a change was made only in some cells."""
+
+    code = StatusCode.ABORTED
+
+
 class UnsupportedError(MidstreamError):
     """This model or worker does not support the requested feature."""
 
@@ -148,6 +155,7 @@ _LEAVES: tuple[type[MidstreamError], ...] = (
     UnavailableError,
     DeadlineError,
     AbortedError,
+    ConflictError,
     UnsupportedError,
     UnauthenticatedError,
     PermissionDeniedError,

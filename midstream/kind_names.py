@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 from typing import Protocol
 
+# Name of the version of the weights with which the workers were started.
+DEFAULT_VERSION = "default"
+
 
 class AnyKind(Protocol):
     """A kind, as a message or in the scheduler's form."""

@@ -12,6 +12,7 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import protos.receipts_pb2
+import protos.weights_pb2
 import sys
 import typing
 
@@ -1208,6 +1209,7 @@ class GenerateResponse(google.protobuf.message.Message):
     VALIDATION_FIELD_NUMBER: builtins.int
     RECEIPT_FIELD_NUMBER: builtins.int
     RECEIPT_LENGTHS_FIELD_NUMBER: builtins.int
+    WEIGHTS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     sequence_index: builtins.int
     token_offset: builtins.int
@@ -1271,6 +1273,12 @@ class GenerateResponse(google.protobuf.message.Message):
         the router gets the receipt. Never sent to clients.
         """
 
+    @property
+    def weights(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[protos.weights_pb2.WeightsPart]:
+        """Set on a sequence's final chunk once weights have been changed (UpdateWeights): the versions that computed its
+        tokens, oldest first. Empty before, and if they are not certain (kind_changed_at).
+        """
+
     def __init__(
         self,
         *,
@@ -1296,9 +1304,10 @@ class GenerateResponse(google.protobuf.message.Message):
         validation: global___Validation | None = ...,
         receipt: protos.receipts_pb2.Receipt | None = ...,
         receipt_lengths: collections.abc.Iterable[builtins.int] | None = ...,
+        weights: collections.abc.Iterable[protos.weights_pb2.WeightsPart] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_kind_changed_at", b"_kind_changed_at", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "kind_changed_at", b"kind_changed_at", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "receipt", b"receipt", "usage", b"usage", "validation", b"validation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_kind_changed_at", b"_kind_changed_at", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "finish_reason", b"finish_reason", "is_final", b"is_final", "is_keep_alive", b"is_keep_alive", "is_sequence_final", b"is_sequence_final", "kind_changed_at", b"kind_changed_at", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "matched_stop_word", b"matched_stop_word", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "receipt", b"receipt", "receipt_lengths", b"receipt_lengths", "request_id", b"request_id", "sequence_index", b"sequence_index", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids", "token_offset", b"token_offset", "usage", b"usage", "validation", b"validation"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_kind_changed_at", b"_kind_changed_at", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "error", b"error", "finish_reason", b"finish_reason", "is_final", b"is_final", "is_keep_alive", b"is_keep_alive", "is_sequence_final", b"is_sequence_final", "kind_changed_at", b"kind_changed_at", "log_probs", b"log_probs", "matched_stop_token_id", b"matched_stop_token_id", "matched_stop_word", b"matched_stop_word", "perf_metrics", b"perf_metrics", "prompt_log_probs", b"prompt_log_probs", "receipt", b"receipt", "receipt_lengths", b"receipt_lengths", "request_id", b"request_id", "sequence_index", b"sequence_index", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids", "token_offset", b"token_offset", "usage", b"usage", "validation", b"validation", "weights", b"weights"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob"]) -> typing.Literal["cumulative_log_prob"] | None: ...
     @typing.overload

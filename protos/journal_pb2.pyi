@@ -178,6 +178,7 @@ class JournalKind(google.protobuf.message.Message):
     REQUEST_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
     CHANGED_AT_FIELD_NUMBER: builtins.int
+    EARLIER_FIELD_NUMBER: builtins.int
     request: builtins.int
     @property
     def kind(self) -> protos.kind_pb2.WorkerKind: ...
@@ -185,15 +186,20 @@ class JournalKind(google.protobuf.message.Message):
     def changed_at(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Set once the kind has changed: for each sequence, as in GenerateResponse.kind_changed_at."""
 
+    @property
+    def earlier(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[protos.kind_pb2.EarlierKind]:
+        """The kinds before, oldest first."""
+
     def __init__(
         self,
         *,
         request: builtins.int = ...,
         kind: protos.kind_pb2.WorkerKind | None = ...,
         changed_at: collections.abc.Iterable[builtins.int] | None = ...,
+        earlier: collections.abc.Iterable[protos.kind_pb2.EarlierKind] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["kind", b"kind"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["changed_at", b"changed_at", "kind", b"kind", "request", b"request"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["changed_at", b"changed_at", "earlier", b"earlier", "kind", b"kind", "request", b"request"]) -> None: ...
 
 global___JournalKind = JournalKind
 

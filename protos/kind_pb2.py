@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11protos/kind.proto\x12\x0cmidstream.v1\"f\n\nWorkerKind\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x14\n\x0cweights_root\x18\x02 \x01(\t\x12\x12\n\narithmetic\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11protos/kind.proto\x12\x0cmidstream.v1\"\x7f\n\nWorkerKind\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x14\n\x0cweights_root\x18\x02 \x01(\t\x12\x12\n\narithmetic\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\t\x12\x17\n\x0fweights_version\x18\x05 \x01(\t\"C\n\x0b\x45\x61rlierKind\x12&\n\x04kind\x18\x01 \x01(\x0b\x32\x18.midstream.v1.WorkerKind\x12\x0c\n\x04\x65nds\x18\x02 \x03(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,5 +32,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.kind_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKERKIND']._serialized_start=35
-  _globals['_WORKERKIND']._serialized_end=137
+  _globals['_WORKERKIND']._serialized_end=162
+  _globals['_EARLIERKIND']._serialized_start=164
+  _globals['_EARLIERKIND']._serialized_end=231
 # @@protoc_insertion_point(module_scope)

@@ -4,7 +4,9 @@ isort:skip_file
 The identity of what decides the results of a worker group."""
 
 import builtins
+import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.internal.containers
 import google.protobuf.message
 import typing
 
@@ -20,6 +22,7 @@ class WorkerKind(google.protobuf.message.Message):
     WEIGHTS_ROOT_FIELD_NUMBER: builtins.int
     ARITHMETIC_FIELD_NUMBER: builtins.int
     DESCRIPTION_FIELD_NUMBER: builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: builtins.int
     model_fingerprint: builtins.str
     """Identifies the model's configuration and weights, as in ModelInfo; large files only by samples."""
     weights_root: builtins.str
@@ -32,6 +35,10 @@ class WorkerKind(google.protobuf.message.Message):
     """
     description: builtins.str
     """The same settings, for people. Not part of the identity."""
+    weights_version: builtins.str
+    """Name of the version of the weights (WeightsVersion.version); empty for the weights with which the workers were
+    started. Not part of the identity.
+    """
     def __init__(
         self,
         *,
@@ -39,7 +46,33 @@ class WorkerKind(google.protobuf.message.Message):
         weights_root: builtins.str = ...,
         arithmetic: builtins.str = ...,
         description: builtins.str = ...,
+        weights_version: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arithmetic", b"arithmetic", "description", b"description", "model_fingerprint", b"model_fingerprint", "weights_root", b"weights_root"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arithmetic", b"arithmetic", "description", b"description", "model_fingerprint", b"model_fingerprint", "weights_root", b"weights_root", "weights_version", b"weights_version"]) -> None: ...
 
 global___WorkerKind = WorkerKind
+
+@typing.final
+class EarlierKind(google.protobuf.message.Message):
+    """A kind that computed tokens of a request before its current one."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    ENDS_FIELD_NUMBER: builtins.int
+    @property
+    def kind(self) -> global___WorkerKind: ...
+    @property
+    def ends(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For each sequence, the number of its tokens when the next kind took over."""
+
+    def __init__(
+        self,
+        *,
+        kind: global___WorkerKind | None = ...,
+        ends: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["kind", b"kind"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ends", b"ends", "kind", b"kind"]) -> None: ...
+
+global___EarlierKind = EarlierKind

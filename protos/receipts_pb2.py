@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/receipts.proto\x12\x0cmidstream.v1\"n\n\x07Receipt\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x0c\n\x04path\x18\x02 \x03(\x0c\x12\x15\n\rleft_siblings\x18\x03 \x01(\x04\x12\x0e\n\x06key_id\x18\x04 \x01(\t\x12\x11\n\tsignature\x18\x05 \x01(\x0c\x12\r\n\x05nonce\x18\x06 \x01(\x0c\"\xff\x01\n\x0bReceiptBody\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x16\n\x0erequest_digest\x18\x03 \x01(\x0c\x12\r\n\x05model\x18\x04 \x01(\x0c\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x30\n\tsequences\x18\x06 \x03(\x0b\x32\x1d.midstream.v1.ReceiptSequence\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x1f\n\x17prompt_log_probs_digest\x18\x08 \x01(\x0c\x12\x18\n\x10\x66inished_unix_ns\x18\t \x01(\x03\x12\x12\n\nerror_code\x18\n \x01(\r\"\x97\x01\n\x0fReceiptSequence\x12\x15\n\rfinish_reason\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\r\n\x05links\x18\x03 \x03(\x0c\x12\x18\n\x10log_probs_digest\x18\x04 \x01(\x0c\x12\x1c\n\x0fkind_changed_at\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x12\n\x10_kind_changed_at\"Z\n\rModelIdentity\x12\x0c\n\x04root\x18\x01 \x01(\x0c\x12\'\n\x06leaves\x18\x02 \x03(\x0b\x32\x17.midstream.v1.ModelLeaf\x12\x12\n\narithmetic\x18\x03 \x01(\t\")\n\tModelLeaf\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"m\n\x11GetReceiptRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x03(\r\x12\x17\n\x0finclude_request\x18\x03 \x01(\x08\x12\x17\n\x0finclude_outputs\x18\x04 \x01(\x08\"{\n\x12GetReceiptResponse\x12&\n\x07receipt\x18\x01 \x01(\x0b\x32\x15.midstream.v1.Receipt\x12\x0f\n\x07request\x18\x02 \x01(\x0c\x12,\n\x07outputs\x18\x03 \x03(\x0b\x32\x1b.midstream.v1.ReceiptOutput\"\"\n\rReceiptOutput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x18\n\x16ListReceiptKeysRequest\"A\n\x17ListReceiptKeysResponse\x12&\n\x04keys\x18\x01 \x03(\x0b\x32\x18.midstream.v1.ReceiptKey\"H\n\nReceiptKey\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x12\n\npublic_key\x18\x02 \x01(\x0c\x12\x16\n\x0e\x63reated_unix_s\x18\x03 \x01(\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/receipts.proto\x12\x0cmidstream.v1\"n\n\x07Receipt\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x0c\n\x04path\x18\x02 \x03(\x0c\x12\x15\n\rleft_siblings\x18\x03 \x01(\x04\x12\x0e\n\x06key_id\x18\x04 \x01(\t\x12\x11\n\tsignature\x18\x05 \x01(\x0c\x12\r\n\x05nonce\x18\x06 \x01(\x0c\"\x95\x02\n\x0bReceiptBody\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x16\n\x0erequest_digest\x18\x03 \x01(\x0c\x12\r\n\x05model\x18\x04 \x01(\x0c\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x30\n\tsequences\x18\x06 \x03(\x0b\x32\x1d.midstream.v1.ReceiptSequence\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x1f\n\x17prompt_log_probs_digest\x18\x08 \x01(\x0c\x12\x18\n\x10\x66inished_unix_ns\x18\t \x01(\x03\x12\x12\n\nerror_code\x18\n \x01(\r\x12\x14\n\x0clater_models\x18\x0b \x03(\x0c\"\xaa\x01\n\x0fReceiptSequence\x12\x15\n\rfinish_reason\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\r\n\x05links\x18\x03 \x03(\x0c\x12\x18\n\x10log_probs_digest\x18\x04 \x01(\x0c\x12\x1c\n\x0fkind_changed_at\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x11\n\tkind_ends\x18\x06 \x03(\rB\x12\n\x10_kind_changed_at\"Z\n\rModelIdentity\x12\x0c\n\x04root\x18\x01 \x01(\x0c\x12\'\n\x06leaves\x18\x02 \x03(\x0b\x32\x17.midstream.v1.ModelLeaf\x12\x12\n\narithmetic\x18\x03 \x01(\t\")\n\tModelLeaf\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"m\n\x11GetReceiptRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x03(\r\x12\x17\n\x0finclude_request\x18\x03 \x01(\x08\x12\x17\n\x0finclude_outputs\x18\x04 \x01(\x08\"{\n\x12GetReceiptResponse\x12&\n\x07receipt\x18\x01 \x01(\x0b\x32\x15.midstream.v1.Receipt\x12\x0f\n\x07request\x18\x02 \x01(\x0c\x12,\n\x07outputs\x18\x03 \x03(\x0b\x32\x1b.midstream.v1.ReceiptOutput\"\"\n\rReceiptOutput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x18\n\x16ListReceiptKeysRequest\"A\n\x17ListReceiptKeysResponse\x12&\n\x04keys\x18\x01 \x03(\x0b\x32\x18.midstream.v1.ReceiptKey\"H\n\nReceiptKey\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x12\n\npublic_key\x18\x02 \x01(\x0c\x12\x16\n\x0e\x63reated_unix_s\x18\x03 \x01(\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,23 +34,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RECEIPT']._serialized_start=39
   _globals['_RECEIPT']._serialized_end=149
   _globals['_RECEIPTBODY']._serialized_start=152
-  _globals['_RECEIPTBODY']._serialized_end=407
-  _globals['_RECEIPTSEQUENCE']._serialized_start=410
-  _globals['_RECEIPTSEQUENCE']._serialized_end=561
-  _globals['_MODELIDENTITY']._serialized_start=563
-  _globals['_MODELIDENTITY']._serialized_end=653
-  _globals['_MODELLEAF']._serialized_start=655
-  _globals['_MODELLEAF']._serialized_end=696
-  _globals['_GETRECEIPTREQUEST']._serialized_start=698
-  _globals['_GETRECEIPTREQUEST']._serialized_end=807
-  _globals['_GETRECEIPTRESPONSE']._serialized_start=809
-  _globals['_GETRECEIPTRESPONSE']._serialized_end=932
-  _globals['_RECEIPTOUTPUT']._serialized_start=934
-  _globals['_RECEIPTOUTPUT']._serialized_end=968
-  _globals['_LISTRECEIPTKEYSREQUEST']._serialized_start=970
-  _globals['_LISTRECEIPTKEYSREQUEST']._serialized_end=994
-  _globals['_LISTRECEIPTKEYSRESPONSE']._serialized_start=996
-  _globals['_LISTRECEIPTKEYSRESPONSE']._serialized_end=1061
-  _globals['_RECEIPTKEY']._serialized_start=1063
-  _globals['_RECEIPTKEY']._serialized_end=1135
+  _globals['_RECEIPTBODY']._serialized_end=429
+  _globals['_RECEIPTSEQUENCE']._serialized_start=432
+  _globals['_RECEIPTSEQUENCE']._serialized_end=602
+  _globals['_MODELIDENTITY']._serialized_start=604
+  _globals['_MODELIDENTITY']._serialized_end=694
+  _globals['_MODELLEAF']._serialized_start=696
+  _globals['_MODELLEAF']._serialized_end=737
+  _globals['_GETRECEIPTREQUEST']._serialized_start=739
+  _globals['_GETRECEIPTREQUEST']._serialized_end=848
+  _globals['_GETRECEIPTRESPONSE']._serialized_start=850
+  _globals['_GETRECEIPTRESPONSE']._serialized_end=973
+  _globals['_RECEIPTOUTPUT']._serialized_start=975
+  _globals['_RECEIPTOUTPUT']._serialized_end=1009
+  _globals['_LISTRECEIPTKEYSREQUEST']._serialized_start=1011
+  _globals['_LISTRECEIPTKEYSREQUEST']._serialized_end=1035
+  _globals['_LISTRECEIPTKEYSRESPONSE']._serialized_start=1037
+  _globals['_LISTRECEIPTKEYSRESPONSE']._serialized_end=1102
+  _globals['_RECEIPTKEY']._serialized_start=1104
+  _globals['_RECEIPTKEY']._serialized_end=1176
 # @@protoc_insertion_point(module_scope)

@@ -80,6 +80,7 @@ class ReceiptBody(google.protobuf.message.Message):
     PROMPT_LOG_PROBS_DIGEST_FIELD_NUMBER: builtins.int
     FINISHED_UNIX_NS_FIELD_NUMBER: builtins.int
     ERROR_CODE_FIELD_NUMBER: builtins.int
+    LATER_MODELS_FIELD_NUMBER: builtins.int
     version: builtins.int
     """1."""
     request_id: builtins.str
@@ -103,6 +104,12 @@ class ReceiptBody(google.protobuf.message.Message):
     """gRPC status code of the error with which the request ended; 0 if there was none."""
     @property
     def sequences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReceiptSequence]: ...
+    @property
+    def later_models(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Serialized ModelIdentity of each further kind of workers that computed tokens, in order; see
+        ReceiptSequence.kind_ends.
+        """
+
     def __init__(
         self,
         *,
@@ -116,8 +123,9 @@ class ReceiptBody(google.protobuf.message.Message):
         prompt_log_probs_digest: builtins.bytes = ...,
         finished_unix_ns: builtins.int = ...,
         error_code: builtins.int = ...,
+        later_models: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["error_code", b"error_code", "finished_unix_ns", b"finished_unix_ns", "model", b"model", "prompt_log_probs_digest", b"prompt_log_probs_digest", "prompt_tokens", b"prompt_tokens", "request_digest", b"request_digest", "request_id", b"request_id", "seed", b"seed", "sequences", b"sequences", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error_code", b"error_code", "finished_unix_ns", b"finished_unix_ns", "later_models", b"later_models", "model", b"model", "prompt_log_probs_digest", b"prompt_log_probs_digest", "prompt_tokens", b"prompt_tokens", "request_digest", b"request_digest", "request_id", b"request_id", "seed", b"seed", "sequences", b"sequences", "version", b"version"]) -> None: ...
 
 global___ReceiptBody = ReceiptBody
 
@@ -132,6 +140,7 @@ class ReceiptSequence(google.protobuf.message.Message):
     LINKS_FIELD_NUMBER: builtins.int
     LOG_PROBS_DIGEST_FIELD_NUMBER: builtins.int
     KIND_CHANGED_AT_FIELD_NUMBER: builtins.int
+    KIND_ENDS_FIELD_NUMBER: builtins.int
     finish_reason: builtins.int
     """As FinishReason."""
     num_tokens: builtins.int
@@ -153,6 +162,12 @@ class ReceiptSequence(google.protobuf.message.Message):
         A part of an answer, such as that of a broken stream, is checked up to its last complete link.
         """
 
+    @property
+    def kind_ends(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Number of tokens when the first of ReceiptBody.later_models took over from `model`, the second from the first, and
+        so on.
+        """
+
     def __init__(
         self,
         *,
@@ -161,9 +176,10 @@ class ReceiptSequence(google.protobuf.message.Message):
         links: collections.abc.Iterable[builtins.bytes] | None = ...,
         log_probs_digest: builtins.bytes = ...,
         kind_changed_at: builtins.int | None = ...,
+        kind_ends: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_kind_changed_at", b"_kind_changed_at", "kind_changed_at", b"kind_changed_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_kind_changed_at", b"_kind_changed_at", "finish_reason", b"finish_reason", "kind_changed_at", b"kind_changed_at", "links", b"links", "log_probs_digest", b"log_probs_digest", "num_tokens", b"num_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_kind_changed_at", b"_kind_changed_at", "finish_reason", b"finish_reason", "kind_changed_at", b"kind_changed_at", "kind_ends", b"kind_ends", "links", b"links", "log_probs_digest", b"log_probs_digest", "num_tokens", b"num_tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_kind_changed_at", b"_kind_changed_at"]) -> typing.Literal["kind_changed_at"] | None: ...
 
 global___ReceiptSequence = ReceiptSequence

@@ -35,6 +35,9 @@ class Record(google.protobuf.message.Message):
     DRAIN_STARTED_FIELD_NUMBER: builtins.int
     WORKER_LOST_FIELD_NUMBER: builtins.int
     WORKER_FAILED_FIELD_NUMBER: builtins.int
+    WEIGHTS_CHANGED_FIELD_NUMBER: builtins.int
+    GENERATION_PAUSED_FIELD_NUMBER: builtins.int
+    GENERATION_RESUMED_FIELD_NUMBER: builtins.int
     PLANS_FIELD_NUMBER: builtins.int
     ENDS_FIELD_NUMBER: builtins.int
     time_ns: builtins.int
@@ -47,6 +50,9 @@ class Record(google.protobuf.message.Message):
     drain_started: builtins.bool
     worker_lost: builtins.bytes
     """The connection that was closed."""
+    generation_paused: builtins.str
+    """A PauseMode of the core."""
+    generation_resumed: builtins.bool
     @property
     def started(self) -> global___RecordingStarted: ...
     @property
@@ -59,6 +65,8 @@ class Record(google.protobuf.message.Message):
     def worker_message(self) -> global___RecordedWorkerMessage: ...
     @property
     def worker_failed(self) -> global___RecordedWorkerFailure: ...
+    @property
+    def weights_changed(self) -> global___RecordedWeights: ...
     @property
     def plans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RecordedPlan]:
         """Effects of the event, in order."""
@@ -81,12 +89,15 @@ class Record(google.protobuf.message.Message):
         drain_started: builtins.bool = ...,
         worker_lost: builtins.bytes = ...,
         worker_failed: global___RecordedWorkerFailure | None = ...,
+        weights_changed: global___RecordedWeights | None = ...,
+        generation_paused: builtins.str = ...,
+        generation_resumed: builtins.bool = ...,
         plans: collections.abc.Iterable[global___RecordedPlan] | None = ...,
         ends: collections.abc.Iterable[global___RecordedEnd] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort_requested", b"abort_requested", "attached", b"attached", "detached", b"detached", "drain_started", b"drain_started", "event", b"event", "recovered", b"recovered", "started", b"started", "stop_word_found", b"stop_word_found", "submitted", b"submitted", "turn", b"turn", "worker_failed", b"worker_failed", "worker_lost", b"worker_lost", "worker_message", b"worker_message"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort_requested", b"abort_requested", "attached", b"attached", "detached", b"detached", "drain_started", b"drain_started", "ends", b"ends", "event", b"event", "plans", b"plans", "recovered", b"recovered", "started", b"started", "stop_word_found", b"stop_word_found", "submitted", b"submitted", "time_ns", b"time_ns", "turn", b"turn", "worker_failed", b"worker_failed", "worker_lost", b"worker_lost", "worker_message", b"worker_message"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["started", "submitted", "recovered", "abort_requested", "attached", "detached", "stop_word_found", "worker_message", "turn", "drain_started", "worker_lost", "worker_failed"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort_requested", b"abort_requested", "attached", b"attached", "detached", b"detached", "drain_started", b"drain_started", "event", b"event", "generation_paused", b"generation_paused", "generation_resumed", b"generation_resumed", "recovered", b"recovered", "started", b"started", "stop_word_found", b"stop_word_found", "submitted", b"submitted", "turn", b"turn", "weights_changed", b"weights_changed", "worker_failed", b"worker_failed", "worker_lost", b"worker_lost", "worker_message", b"worker_message"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort_requested", b"abort_requested", "attached", b"attached", "detached", b"detached", "drain_started", b"drain_started", "ends", b"ends", "event", b"event", "generation_paused", b"generation_paused", "generation_resumed", b"generation_resumed", "plans", b"plans", "recovered", b"recovered", "started", b"started", "stop_word_found", b"stop_word_found", "submitted", b"submitted", "time_ns", b"time_ns", "turn", b"turn", "weights_changed", b"weights_changed", "worker_failed", b"worker_failed", "worker_lost", b"worker_lost", "worker_message", b"worker_message"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["started", "submitted", "recovered", "abort_requested", "attached", "detached", "stop_word_found", "worker_message", "turn", "drain_started", "worker_lost", "worker_failed", "weights_changed", "generation_paused", "generation_resumed"] | None: ...
 
 global___Record = Record
 
@@ -364,6 +375,7 @@ class RecordedRecovery(google.protobuf.message.Message):
     BEAM_STEPS_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
     KIND_CHANGED_AT_FIELD_NUMBER: builtins.int
+    EARLIER_KINDS_FIELD_NUMBER: builtins.int
     finished_ns: builtins.int
     """Set if the request had ended."""
     @property
@@ -380,6 +392,8 @@ class RecordedRecovery(google.protobuf.message.Message):
     def kind(self) -> protos.kind_pb2.WorkerKind: ...
     @property
     def kind_changed_at(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def earlier_kinds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[protos.kind_pb2.EarlierKind]: ...
     def __init__(
         self,
         *,
@@ -390,12 +404,31 @@ class RecordedRecovery(google.protobuf.message.Message):
         beam_steps: collections.abc.Iterable[global___RecordedBeamStep] | None = ...,
         kind: protos.kind_pb2.WorkerKind | None = ...,
         kind_changed_at: collections.abc.Iterable[builtins.int] | None = ...,
+        earlier_kinds: collections.abc.Iterable[protos.kind_pb2.EarlierKind] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_finished_ns", b"_finished_ns", "finished_ns", b"finished_ns", "kind", b"kind", "request", b"request"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_finished_ns", b"_finished_ns", "beam_steps", b"beam_steps", "ends", b"ends", "finished_ns", b"finished_ns", "kind", b"kind", "kind_changed_at", b"kind_changed_at", "outputs", b"outputs", "request", b"request"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_finished_ns", b"_finished_ns", "beam_steps", b"beam_steps", "earlier_kinds", b"earlier_kinds", "ends", b"ends", "finished_ns", b"finished_ns", "kind", b"kind", "kind_changed_at", b"kind_changed_at", "outputs", b"outputs", "request", b"request"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_finished_ns", b"_finished_ns"]) -> typing.Literal["finished_ns"] | None: ...
 
 global___RecordedRecovery = RecordedRecovery
+
+@typing.final
+class RecordedWeights(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
+    WEIGHTS_ROOT_FIELD_NUMBER: builtins.int
+    model_fingerprint: builtins.str
+    weights_root: builtins.str
+    def __init__(
+        self,
+        *,
+        model_fingerprint: builtins.str = ...,
+        weights_root: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model_fingerprint", b"model_fingerprint", "weights_root", b"weights_root"]) -> None: ...
+
+global___RecordedWeights = RecordedWeights
 
 @typing.final
 class RecordedBeamStep(google.protobuf.message.Message):

@@ -30,57 +30,58 @@ from protos import loads_pb2 as protos_dot_loads__pb2
 from protos import receipts_pb2 as protos_dot_receipts__pb2
 from protos import stats_pb2 as protos_dot_stats__pb2
 from protos import status_pb2 as protos_dot_status__pb2
+from protos import weights_pb2 as protos_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/scheduler.proto\x12\x0cmidstream.v1\x1a\x16protos/documents.proto\x1a\x13protos/frames.proto\x1a\x17protos/generation.proto\x1a\x13protos/ledger.proto\x1a\x12protos/loads.proto\x1a\x15protos/receipts.proto\x1a\x12protos/stats.proto\x1a\x13protos/status.proto\"N\n\rSubmitRequest\x12.\n\x07request\x18\x01 \x01(\x0b\x32\x1d.midstream.v1.GenerateRequestJ\x04\x08\x02\x10\x03R\x07\x61ttempt\"R\n\x0eSubmitResponse\x12\x17\n\x0fscheduler_epoch\x18\x01 \x01(\x04\x12\x10\n\x08\x61ttached\x18\x02 \x01(\x08\x12\x15\n\rnum_sequences\x18\x03 \x01(\r\"L\n\nSubmission\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12.\n\x07request\x18\x02 \x01(\x0b\x32\x1d.midstream.v1.GenerateRequest\"\xa0\x01\n\x10SubmissionResult\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x30\n\x08response\x18\x02 \x01(\x0b\x32\x1c.midstream.v1.SubmitResponseH\x00\x12(\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x17.midstream.v1.ErrorInfoH\x00\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\rB\x08\n\x06result\"\"\n\x12\x45ncodeImageRequest\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"M\n\x13\x45ncodeImageResponse\x12(\n\nembeddings\x18\x01 \x01(\x0b\x32\x14.midstream.v1.Tensor\x12\x0c\n\x04text\x18\x02 \x01(\t\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"o\n\x12GetRequestResponse\x12.\n\x07request\x18\x01 \x01(\x0b\x32\x1d.midstream.v1.GenerateRequest\x12\x13\n\x0bhas_started\x18\x02 \x01(\x08\x12\x14\n\x0chas_finished\x18\x03 \x01(\x08\"*\n\x14\x44\x65leteRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteRequestResponse\"\xc2\x01\n\x0b\x46\x65\x65\x64\x43ommand\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.midstream.v1.FeedHelloH\x00\x12*\n\x06\x61ttach\x18\x02 \x01(\x0b\x32\x18.midstream.v1.FeedAttachH\x00\x12*\n\x06\x64\x65tach\x18\x03 \x01(\x0b\x32\x18.midstream.v1.FeedDetachH\x00\x12&\n\x04stop\x18\x04 \x01(\x0b\x32\x16.midstream.v1.FeedStopH\x00\x42\t\n\x07\x63ommand\"B\n\tFeedHello\x12\x16\n\x0e\x64\x65tokenizer_id\x18\x01 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x02 \x01(\t\"0\n\nFeedAttach\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\x1c\n\nFeedDetach\x12\x0e\n\x06stream\x18\x01 \x01(\r\"Y\n\x08\x46\x65\x65\x64Stop\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x11\n\tstop_word\x18\x04 \x01(\t\"\xf5\x02\n\tFeedBatch\x12\x17\n\x0fscheduler_epoch\x18\x01 \x01(\x04\x12(\n\x06opened\x18\x02 \x03(\x0b\x32\x18.midstream.v1.FeedOpened\x12\x0f\n\x07streams\x18\x03 \x03(\r\x12\x18\n\x10sequence_indices\x18\x04 \x03(\r\x12\x15\n\rtoken_offsets\x18\x05 \x03(\r\x12\x12\n\nnum_tokens\x18\x06 \x03(\r\x12\x11\n\ttoken_ids\x18\x07 \x03(\r\x12\x34\n\rsequence_ends\x18\x08 \x03(\x0b\x32\x1d.midstream.v1.FeedSequenceEnd\x12&\n\x05\x65nded\x18\t \x03(\x0b\x32\x17.midstream.v1.FeedEnded\x12*\n\x07outputs\x18\n \x03(\x0b\x32\x19.midstream.v1.FeedOutputs\x12\x32\n\x0ckind_changes\x18\x0b \x03(\x0b\x32\x1c.midstream.v1.FeedKindChange\"4\n\x0e\x46\x65\x65\x64KindChange\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x12\n\nchanged_at\x18\x02 \x03(\r\"\xd8\x02\n\nFeedOpened\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x1e\n\x11num_prompt_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rnum_sequences\x18\x04 \x01(\r\x12.\n\x08stopping\x18\x05 \x01(\x0b\x32\x1c.midstream.v1.StoppingConfig\x12*\n\x06output\x18\x06 \x01(\x0b\x32\x1a.midstream.v1.OutputConfig\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x08 \x03(\r\x12&\n\x05\x65rror\x18\t \x01(\x0b\x32\x17.midstream.v1.ErrorInfo\x12\x11\n\tstreaming\x18\n \x01(\x08\x12\x14\n\x0ctrace_parent\x18\x0b \x01(\tB\x14\n\x12_num_prompt_tokens\"\x93\x02\n\x0f\x46\x65\x65\x64SequenceEnd\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x31\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1a.midstream.v1.FinishReason\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x19\n\x11matched_stop_word\x18\x05 \x01(\t\x12\"\n\x15matched_stop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12 \n\x13\x63umulative_log_prob\x18\x07 \x01(\x01H\x01\x88\x01\x01\x42\x18\n\x16_matched_stop_token_idB\x16\n\x14_cumulative_log_prob\"\x98\x01\n\tFeedEnded\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\"\n\x05usage\x18\x02 \x01(\x0b\x32\x13.midstream.v1.Usage\x12/\n\x0cperf_metrics\x18\x03 \x01(\x0b\x32\x19.midstream.v1.PerfMetrics\x12&\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x17.midstream.v1.ErrorInfo\"\xcf\x01\n\x0b\x46\x65\x65\x64Outputs\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x14\n\x0ctoken_offset\x18\x03 \x01(\r\x12)\n\tlog_probs\x18\x04 \x01(\x0b\x32\x16.midstream.v1.LogProbs\x12\x30\n\x10prompt_log_probs\x18\x05 \x01(\x0b\x32\x16.midstream.v1.LogProbs\x12%\n\x07tensors\x18\x06 \x03(\x0b\x32\x14.midstream.v1.Tensor2\xbe\x0f\n\tScheduler\x12\x43\n\x06Submit\x12\x1b.midstream.v1.SubmitRequest\x1a\x1c.midstream.v1.SubmitResponse\x12M\n\x0fOpenSubmissions\x12\x1f.midstream.v1.OpenFramesRequest\x1a\x19.midstream.v1.FramesOffer\x12@\n\x05\x41\x62ort\x12\x1a.midstream.v1.AbortRequest\x1a\x1b.midstream.v1.AbortResponse\x12R\n\x0b\x45ncodeImage\x12 .midstream.v1.EncodeImageRequest\x1a!.midstream.v1.EncodeImageResponse\x12O\n\nGetRequest\x12\x1f.midstream.v1.GetRequestRequest\x1a .midstream.v1.GetRequestResponse\x12L\n\tGetLedger\x12\x1e.midstream.v1.GetLedgerRequest\x1a\x1f.midstream.v1.GetLedgerResponse\x12O\n\nGetReceipt\x12\x1f.midstream.v1.GetReceiptRequest\x1a .midstream.v1.GetReceiptResponse\x12^\n\x0fListReceiptKeys\x12$.midstream.v1.ListReceiptKeysRequest\x1a%.midstream.v1.ListReceiptKeysResponse\x12X\n\rDeleteRequest\x12\".midstream.v1.DeleteRequestRequest\x1a#.midstream.v1.DeleteRequestResponse\x12R\n\x0bPutDocument\x12 .midstream.v1.PutDocumentRequest\x1a!.midstream.v1.PutDocumentResponse\x12R\n\x0bGetDocument\x12 .midstream.v1.GetDocumentRequest\x1a!.midstream.v1.GetDocumentResponse\x12[\n\x0e\x44\x65leteDocument\x12#.midstream.v1.DeleteDocumentRequest\x1a$.midstream.v1.DeleteDocumentResponse\x12X\n\rListDocuments\x12\".midstream.v1.ListDocumentsRequest\x1a#.midstream.v1.ListDocumentsResponse\x12K\n\rOpenTokenFeed\x12\x1f.midstream.v1.OpenFramesRequest\x1a\x19.midstream.v1.FramesOffer\x12J\n\x0cGetModelInfo\x12!.midstream.v1.GetModelInfoRequest\x1a\x17.midstream.v1.ModelInfo\x12M\n\rGetServerInfo\x12\".midstream.v1.GetServerInfoRequest\x1a\x18.midstream.v1.ServerInfo\x12I\n\x08GetLoads\x12\x1d.midstream.v1.GetLoadsRequest\x1a\x1e.midstream.v1.GetLoadsResponse\x12[\n\x11GetIterationStats\x12&.midstream.v1.GetIterationStatsRequest\x1a\x1c.midstream.v1.IterationStats0\x01\x12^\n\x0fGetRequestStats\x12$.midstream.v1.GetRequestStatsRequest\x1a%.midstream.v1.GetRequestStatsResponse\x12I\n\x08LoadLora\x12\x1d.midstream.v1.LoadLoraRequest\x1a\x1e.midstream.v1.LoadLoraResponse\x12O\n\nUnloadLora\x12\x1f.midstream.v1.UnloadLoraRequest\x1a .midstream.v1.UnloadLoraResponse\x12L\n\tListLoras\x12\x1e.midstream.v1.ListLorasRequest\x1a\x1f.midstream.v1.ListLorasResponse\x12Y\n\x11SubscribeKvEvents\x12&.midstream.v1.SubscribeKvEventsRequest\x1a\x1a.midstream.v1.KvEventBatch0\x01\x12I\n\tGetStatus\x12\".midstream.v1.GetCellStatusRequest\x1a\x18.midstream.v1.CellStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/scheduler.proto\x12\x0cmidstream.v1\x1a\x16protos/documents.proto\x1a\x13protos/frames.proto\x1a\x17protos/generation.proto\x1a\x13protos/ledger.proto\x1a\x12protos/loads.proto\x1a\x15protos/receipts.proto\x1a\x12protos/stats.proto\x1a\x13protos/status.proto\x1a\x14protos/weights.proto\"N\n\rSubmitRequest\x12.\n\x07request\x18\x01 \x01(\x0b\x32\x1d.midstream.v1.GenerateRequestJ\x04\x08\x02\x10\x03R\x07\x61ttempt\"R\n\x0eSubmitResponse\x12\x17\n\x0fscheduler_epoch\x18\x01 \x01(\x04\x12\x10\n\x08\x61ttached\x18\x02 \x01(\x08\x12\x15\n\rnum_sequences\x18\x03 \x01(\r\"L\n\nSubmission\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12.\n\x07request\x18\x02 \x01(\x0b\x32\x1d.midstream.v1.GenerateRequest\"\xa0\x01\n\x10SubmissionResult\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x30\n\x08response\x18\x02 \x01(\x0b\x32\x1c.midstream.v1.SubmitResponseH\x00\x12(\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x17.midstream.v1.ErrorInfoH\x00\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\rB\x08\n\x06result\"\"\n\x12\x45ncodeImageRequest\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"M\n\x13\x45ncodeImageResponse\x12(\n\nembeddings\x18\x01 \x01(\x0b\x32\x14.midstream.v1.Tensor\x12\x0c\n\x04text\x18\x02 \x01(\t\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"o\n\x12GetRequestResponse\x12.\n\x07request\x18\x01 \x01(\x0b\x32\x1d.midstream.v1.GenerateRequest\x12\x13\n\x0bhas_started\x18\x02 \x01(\x08\x12\x14\n\x0chas_finished\x18\x03 \x01(\x08\"*\n\x14\x44\x65leteRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteRequestResponse\"\xc2\x01\n\x0b\x46\x65\x65\x64\x43ommand\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.midstream.v1.FeedHelloH\x00\x12*\n\x06\x61ttach\x18\x02 \x01(\x0b\x32\x18.midstream.v1.FeedAttachH\x00\x12*\n\x06\x64\x65tach\x18\x03 \x01(\x0b\x32\x18.midstream.v1.FeedDetachH\x00\x12&\n\x04stop\x18\x04 \x01(\x0b\x32\x16.midstream.v1.FeedStopH\x00\x42\t\n\x07\x63ommand\"B\n\tFeedHello\x12\x16\n\x0e\x64\x65tokenizer_id\x18\x01 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x02 \x01(\t\"0\n\nFeedAttach\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\x1c\n\nFeedDetach\x12\x0e\n\x06stream\x18\x01 \x01(\r\"Y\n\x08\x46\x65\x65\x64Stop\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x11\n\tstop_word\x18\x04 \x01(\t\"\xf5\x02\n\tFeedBatch\x12\x17\n\x0fscheduler_epoch\x18\x01 \x01(\x04\x12(\n\x06opened\x18\x02 \x03(\x0b\x32\x18.midstream.v1.FeedOpened\x12\x0f\n\x07streams\x18\x03 \x03(\r\x12\x18\n\x10sequence_indices\x18\x04 \x03(\r\x12\x15\n\rtoken_offsets\x18\x05 \x03(\r\x12\x12\n\nnum_tokens\x18\x06 \x03(\r\x12\x11\n\ttoken_ids\x18\x07 \x03(\r\x12\x34\n\rsequence_ends\x18\x08 \x03(\x0b\x32\x1d.midstream.v1.FeedSequenceEnd\x12&\n\x05\x65nded\x18\t \x03(\x0b\x32\x17.midstream.v1.FeedEnded\x12*\n\x07outputs\x18\n \x03(\x0b\x32\x19.midstream.v1.FeedOutputs\x12\x32\n\x0ckind_changes\x18\x0b \x03(\x0b\x32\x1c.midstream.v1.FeedKindChange\"4\n\x0e\x46\x65\x65\x64KindChange\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x12\n\nchanged_at\x18\x02 \x03(\r\"\xd8\x02\n\nFeedOpened\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x1e\n\x11num_prompt_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rnum_sequences\x18\x04 \x01(\r\x12.\n\x08stopping\x18\x05 \x01(\x0b\x32\x1c.midstream.v1.StoppingConfig\x12*\n\x06output\x18\x06 \x01(\x0b\x32\x1a.midstream.v1.OutputConfig\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x08 \x03(\r\x12&\n\x05\x65rror\x18\t \x01(\x0b\x32\x17.midstream.v1.ErrorInfo\x12\x11\n\tstreaming\x18\n \x01(\x08\x12\x14\n\x0ctrace_parent\x18\x0b \x01(\tB\x14\n\x12_num_prompt_tokens\"\xbf\x02\n\x0f\x46\x65\x65\x64SequenceEnd\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x31\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1a.midstream.v1.FinishReason\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x19\n\x11matched_stop_word\x18\x05 \x01(\t\x12\"\n\x15matched_stop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12 \n\x13\x63umulative_log_prob\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12*\n\x07weights\x18\x08 \x03(\x0b\x32\x19.midstream.v1.WeightsPartB\x18\n\x16_matched_stop_token_idB\x16\n\x14_cumulative_log_prob\"\x98\x01\n\tFeedEnded\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\"\n\x05usage\x18\x02 \x01(\x0b\x32\x13.midstream.v1.Usage\x12/\n\x0cperf_metrics\x18\x03 \x01(\x0b\x32\x19.midstream.v1.PerfMetrics\x12&\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x17.midstream.v1.ErrorInfo\"\xcf\x01\n\x0b\x46\x65\x65\x64Outputs\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x14\n\x0ctoken_offset\x18\x03 \x01(\r\x12)\n\tlog_probs\x18\x04 \x01(\x0b\x32\x16.midstream.v1.LogProbs\x12\x30\n\x10prompt_log_probs\x18\x05 \x01(\x0b\x32\x16.midstream.v1.LogProbs\x12%\n\x07tensors\x18\x06 \x03(\x0b\x32\x14.midstream.v1.Tensor2\xc1\x12\n\tScheduler\x12\x43\n\x06Submit\x12\x1b.midstream.v1.SubmitRequest\x1a\x1c.midstream.v1.SubmitResponse\x12M\n\x0fOpenSubmissions\x12\x1f.midstream.v1.OpenFramesRequest\x1a\x19.midstream.v1.FramesOffer\x12@\n\x05\x41\x62ort\x12\x1a.midstream.v1.AbortRequest\x1a\x1b.midstream.v1.AbortResponse\x12R\n\x0b\x45ncodeImage\x12 .midstream.v1.EncodeImageRequest\x1a!.midstream.v1.EncodeImageResponse\x12O\n\nGetRequest\x12\x1f.midstream.v1.GetRequestRequest\x1a .midstream.v1.GetRequestResponse\x12L\n\tGetLedger\x12\x1e.midstream.v1.GetLedgerRequest\x1a\x1f.midstream.v1.GetLedgerResponse\x12O\n\nGetReceipt\x12\x1f.midstream.v1.GetReceiptRequest\x1a .midstream.v1.GetReceiptResponse\x12^\n\x0fListReceiptKeys\x12$.midstream.v1.ListReceiptKeysRequest\x1a%.midstream.v1.ListReceiptKeysResponse\x12X\n\rDeleteRequest\x12\".midstream.v1.DeleteRequestRequest\x1a#.midstream.v1.DeleteRequestResponse\x12R\n\x0bPutDocument\x12 .midstream.v1.PutDocumentRequest\x1a!.midstream.v1.PutDocumentResponse\x12R\n\x0bGetDocument\x12 .midstream.v1.GetDocumentRequest\x1a!.midstream.v1.GetDocumentResponse\x12[\n\x0e\x44\x65leteDocument\x12#.midstream.v1.DeleteDocumentRequest\x1a$.midstream.v1.DeleteDocumentResponse\x12X\n\rListDocuments\x12\".midstream.v1.ListDocumentsRequest\x1a#.midstream.v1.ListDocumentsResponse\x12K\n\rOpenTokenFeed\x12\x1f.midstream.v1.OpenFramesRequest\x1a\x19.midstream.v1.FramesOffer\x12J\n\x0cGetModelInfo\x12!.midstream.v1.GetModelInfoRequest\x1a\x17.midstream.v1.ModelInfo\x12M\n\rGetServerInfo\x12\".midstream.v1.GetServerInfoRequest\x1a\x18.midstream.v1.ServerInfo\x12I\n\x08GetLoads\x12\x1d.midstream.v1.GetLoadsRequest\x1a\x1e.midstream.v1.GetLoadsResponse\x12[\n\x11GetIterationStats\x12&.midstream.v1.GetIterationStatsRequest\x1a\x1c.midstream.v1.IterationStats0\x01\x12^\n\x0fGetRequestStats\x12$.midstream.v1.GetRequestStatsRequest\x1a%.midstream.v1.GetRequestStatsResponse\x12I\n\x08LoadLora\x12\x1d.midstream.v1.LoadLoraRequest\x1a\x1e.midstream.v1.LoadLoraResponse\x12O\n\nUnloadLora\x12\x1f.midstream.v1.UnloadLoraRequest\x1a .midstream.v1.UnloadLoraResponse\x12L\n\tListLoras\x12\x1e.midstream.v1.ListLorasRequest\x1a\x1f.midstream.v1.ListLorasResponse\x12X\n\rUpdateWeights\x12\".midstream.v1.UpdateWeightsRequest\x1a#.midstream.v1.UpdateWeightsResponse\x12\x64\n\x11GetWeightsVersion\x12&.midstream.v1.GetWeightsVersionRequest\x1a\'.midstream.v1.GetWeightsVersionResponse\x12^\n\x0fPauseGeneration\x12$.midstream.v1.PauseGenerationRequest\x1a%.midstream.v1.PauseGenerationResponse\x12\x61\n\x10ResumeGeneration\x12%.midstream.v1.ResumeGenerationRequest\x1a&.midstream.v1.ResumeGenerationResponse\x12Y\n\x11SubscribeKvEvents\x12&.midstream.v1.SubscribeKvEventsRequest\x1a\x1a.midstream.v1.KvEventBatch0\x01\x12I\n\tGetStatus\x12\".midstream.v1.GetCellStatusRequest\x1a\x18.midstream.v1.CellStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.scheduler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SUBMITREQUEST']._serialized_start=215
-  _globals['_SUBMITREQUEST']._serialized_end=293
-  _globals['_SUBMITRESPONSE']._serialized_start=295
-  _globals['_SUBMITRESPONSE']._serialized_end=377
-  _globals['_SUBMISSION']._serialized_start=379
-  _globals['_SUBMISSION']._serialized_end=455
-  _globals['_SUBMISSIONRESULT']._serialized_start=458
-  _globals['_SUBMISSIONRESULT']._serialized_end=618
-  _globals['_ENCODEIMAGEREQUEST']._serialized_start=620
-  _globals['_ENCODEIMAGEREQUEST']._serialized_end=654
-  _globals['_ENCODEIMAGERESPONSE']._serialized_start=656
-  _globals['_ENCODEIMAGERESPONSE']._serialized_end=733
-  _globals['_GETREQUESTREQUEST']._serialized_start=735
-  _globals['_GETREQUESTREQUEST']._serialized_end=774
-  _globals['_GETREQUESTRESPONSE']._serialized_start=776
-  _globals['_GETREQUESTRESPONSE']._serialized_end=887
-  _globals['_DELETEREQUESTREQUEST']._serialized_start=889
-  _globals['_DELETEREQUESTREQUEST']._serialized_end=931
-  _globals['_DELETEREQUESTRESPONSE']._serialized_start=933
-  _globals['_DELETEREQUESTRESPONSE']._serialized_end=956
-  _globals['_FEEDCOMMAND']._serialized_start=959
-  _globals['_FEEDCOMMAND']._serialized_end=1153
-  _globals['_FEEDHELLO']._serialized_start=1155
-  _globals['_FEEDHELLO']._serialized_end=1221
-  _globals['_FEEDATTACH']._serialized_start=1223
-  _globals['_FEEDATTACH']._serialized_end=1271
-  _globals['_FEEDDETACH']._serialized_start=1273
-  _globals['_FEEDDETACH']._serialized_end=1301
-  _globals['_FEEDSTOP']._serialized_start=1303
-  _globals['_FEEDSTOP']._serialized_end=1392
-  _globals['_FEEDBATCH']._serialized_start=1395
-  _globals['_FEEDBATCH']._serialized_end=1768
-  _globals['_FEEDKINDCHANGE']._serialized_start=1770
-  _globals['_FEEDKINDCHANGE']._serialized_end=1822
-  _globals['_FEEDOPENED']._serialized_start=1825
-  _globals['_FEEDOPENED']._serialized_end=2169
-  _globals['_FEEDSEQUENCEEND']._serialized_start=2172
-  _globals['_FEEDSEQUENCEEND']._serialized_end=2447
-  _globals['_FEEDENDED']._serialized_start=2450
-  _globals['_FEEDENDED']._serialized_end=2602
-  _globals['_FEEDOUTPUTS']._serialized_start=2605
-  _globals['_FEEDOUTPUTS']._serialized_end=2812
-  _globals['_SCHEDULER']._serialized_start=2815
-  _globals['_SCHEDULER']._serialized_end=4797
+  _globals['_SUBMITREQUEST']._serialized_start=237
+  _globals['_SUBMITREQUEST']._serialized_end=315
+  _globals['_SUBMITRESPONSE']._serialized_start=317
+  _globals['_SUBMITRESPONSE']._serialized_end=399
+  _globals['_SUBMISSION']._serialized_start=401
+  _globals['_SUBMISSION']._serialized_end=477
+  _globals['_SUBMISSIONRESULT']._serialized_start=480
+  _globals['_SUBMISSIONRESULT']._serialized_end=640
+  _globals['_ENCODEIMAGEREQUEST']._serialized_start=642
+  _globals['_ENCODEIMAGEREQUEST']._serialized_end=676
+  _globals['_ENCODEIMAGERESPONSE']._serialized_start=678
+  _globals['_ENCODEIMAGERESPONSE']._serialized_end=755
+  _globals['_GETREQUESTREQUEST']._serialized_start=757
+  _globals['_GETREQUESTREQUEST']._serialized_end=796
+  _globals['_GETREQUESTRESPONSE']._serialized_start=798
+  _globals['_GETREQUESTRESPONSE']._serialized_end=909
+  _globals['_DELETEREQUESTREQUEST']._serialized_start=911
+  _globals['_DELETEREQUESTREQUEST']._serialized_end=953
+  _globals['_DELETEREQUESTRESPONSE']._serialized_start=955
+  _globals['_DELETEREQUESTRESPONSE']._serialized_end=978
+  _globals['_FEEDCOMMAND']._serialized_start=981
+  _globals['_FEEDCOMMAND']._serialized_end=1175
+  _globals['_FEEDHELLO']._serialized_start=1177
+  _globals['_FEEDHELLO']._serialized_end=1243
+  _globals['_FEEDATTACH']._serialized_start=1245
+  _globals['_FEEDATTACH']._serialized_end=1293
+  _globals['_FEEDDETACH']._serialized_start=1295
+  _globals['_FEEDDETACH']._serialized_end=1323
+  _globals['_FEEDSTOP']._serialized_start=1325
+  _globals['_FEEDSTOP']._serialized_end=1414
+  _globals['_FEEDBATCH']._serialized_start=1417
+  _globals['_FEEDBATCH']._serialized_end=1790
+  _globals['_FEEDKINDCHANGE']._serialized_start=1792
+  _globals['_FEEDKINDCHANGE']._serialized_end=1844
+  _globals['_FEEDOPENED']._serialized_start=1847
+  _globals['_FEEDOPENED']._serialized_end=2191
+  _globals['_FEEDSEQUENCEEND']._serialized_start=2194
+  _globals['_FEEDSEQUENCEEND']._serialized_end=2513
+  _globals['_FEEDENDED']._serialized_start=2516
+  _globals['_FEEDENDED']._serialized_end=2668
+  _globals['_FEEDOUTPUTS']._serialized_start=2671
+  _globals['_FEEDOUTPUTS']._serialized_end=2878
+  _globals['_SCHEDULER']._serialized_start=2881
+  _globals['_SCHEDULER']._serialized_end=5250
 # @@protoc_insertion_point(module_scope)

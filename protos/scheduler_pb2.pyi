@@ -9,6 +9,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
 import protos.generation_pb2
+import protos.weights_pb2
 import typing
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
@@ -484,6 +485,7 @@ class FeedSequenceEnd(google.protobuf.message.Message):
     MATCHED_STOP_WORD_FIELD_NUMBER: builtins.int
     MATCHED_STOP_TOKEN_ID_FIELD_NUMBER: builtins.int
     CUMULATIVE_LOG_PROB_FIELD_NUMBER: builtins.int
+    WEIGHTS_FIELD_NUMBER: builtins.int
     stream: builtins.int
     sequence_index: builtins.int
     finish_reason: protos.generation_pb2.FinishReason.ValueType
@@ -492,6 +494,10 @@ class FeedSequenceEnd(google.protobuf.message.Message):
     matched_stop_word: builtins.str
     matched_stop_token_id: builtins.int
     cumulative_log_prob: builtins.float
+    @property
+    def weights(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[protos.weights_pb2.WeightsPart]:
+        """As in GenerateResponse."""
+
     def __init__(
         self,
         *,
@@ -502,9 +508,10 @@ class FeedSequenceEnd(google.protobuf.message.Message):
         matched_stop_word: builtins.str = ...,
         matched_stop_token_id: builtins.int | None = ...,
         cumulative_log_prob: builtins.float | None = ...,
+        weights: collections.abc.Iterable[protos.weights_pb2.WeightsPart] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "matched_stop_token_id", b"matched_stop_token_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "finish_reason", b"finish_reason", "matched_stop_token_id", b"matched_stop_token_id", "matched_stop_word", b"matched_stop_word", "num_tokens", b"num_tokens", "sequence_index", b"sequence_index", "stream", b"stream"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob", "_matched_stop_token_id", b"_matched_stop_token_id", "cumulative_log_prob", b"cumulative_log_prob", "finish_reason", b"finish_reason", "matched_stop_token_id", b"matched_stop_token_id", "matched_stop_word", b"matched_stop_word", "num_tokens", b"num_tokens", "sequence_index", b"sequence_index", "stream", b"stream", "weights", b"weights"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cumulative_log_prob", b"_cumulative_log_prob"]) -> typing.Literal["cumulative_log_prob"] | None: ...
     @typing.overload

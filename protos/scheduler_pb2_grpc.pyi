@@ -15,6 +15,7 @@ import protos.receipts_pb2
 import protos.scheduler_pb2
 import protos.stats_pb2
 import protos.status_pb2
+import protos.weights_pb2
 import typing
 
 _T = typing.TypeVar("_T")
@@ -154,6 +155,27 @@ class SchedulerStub:
         protos.loads_pb2.ListLorasResponse,
     ]
 
+    UpdateWeights: grpc.UnaryUnaryMultiCallable[
+        protos.weights_pb2.UpdateWeightsRequest,
+        protos.weights_pb2.UpdateWeightsResponse,
+    ]
+    """Administration of the weights; see weights.proto."""
+
+    GetWeightsVersion: grpc.UnaryUnaryMultiCallable[
+        protos.weights_pb2.GetWeightsVersionRequest,
+        protos.weights_pb2.GetWeightsVersionResponse,
+    ]
+
+    PauseGeneration: grpc.UnaryUnaryMultiCallable[
+        protos.weights_pb2.PauseGenerationRequest,
+        protos.weights_pb2.PauseGenerationResponse,
+    ]
+
+    ResumeGeneration: grpc.UnaryUnaryMultiCallable[
+        protos.weights_pb2.ResumeGenerationRequest,
+        protos.weights_pb2.ResumeGenerationResponse,
+    ]
+
     SubscribeKvEvents: grpc.UnaryStreamMultiCallable[
         protos.stats_pb2.SubscribeKvEventsRequest,
         protos.stats_pb2.KvEventBatch,
@@ -291,6 +313,27 @@ class SchedulerAsyncStub:
     ListLoras: grpc.aio.UnaryUnaryMultiCallable[
         protos.loads_pb2.ListLorasRequest,
         protos.loads_pb2.ListLorasResponse,
+    ]
+
+    UpdateWeights: grpc.aio.UnaryUnaryMultiCallable[
+        protos.weights_pb2.UpdateWeightsRequest,
+        protos.weights_pb2.UpdateWeightsResponse,
+    ]
+    """Administration of the weights; see weights.proto."""
+
+    GetWeightsVersion: grpc.aio.UnaryUnaryMultiCallable[
+        protos.weights_pb2.GetWeightsVersionRequest,
+        protos.weights_pb2.GetWeightsVersionResponse,
+    ]
+
+    PauseGeneration: grpc.aio.UnaryUnaryMultiCallable[
+        protos.weights_pb2.PauseGenerationRequest,
+        protos.weights_pb2.PauseGenerationResponse,
+    ]
+
+    ResumeGeneration: grpc.aio.UnaryUnaryMultiCallable[
+        protos.weights_pb2.ResumeGenerationRequest,
+        protos.weights_pb2.ResumeGenerationResponse,
     ]
 
     SubscribeKvEvents: grpc.aio.UnaryStreamMultiCallable[
@@ -475,6 +518,35 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         request: protos.loads_pb2.ListLorasRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.loads_pb2.ListLorasResponse, collections.abc.Awaitable[protos.loads_pb2.ListLorasResponse]]: ...
+
+    @abc.abstractmethod
+    def UpdateWeights(
+        self,
+        request: protos.weights_pb2.UpdateWeightsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.weights_pb2.UpdateWeightsResponse, collections.abc.Awaitable[protos.weights_pb2.UpdateWeightsResponse]]:
+        """Administration of the weights; see weights.proto."""
+
+    @abc.abstractmethod
+    def GetWeightsVersion(
+        self,
+        request: protos.weights_pb2.GetWeightsVersionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.weights_pb2.GetWeightsVersionResponse, collections.abc.Awaitable[protos.weights_pb2.GetWeightsVersionResponse]]: ...
+
+    @abc.abstractmethod
+    def PauseGeneration(
+        self,
+        request: protos.weights_pb2.PauseGenerationRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.weights_pb2.PauseGenerationResponse, collections.abc.Awaitable[protos.weights_pb2.PauseGenerationResponse]]: ...
+
+    @abc.abstractmethod
+    def ResumeGeneration(
+        self,
+        request: protos.weights_pb2.ResumeGenerationRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.weights_pb2.ResumeGenerationResponse, collections.abc.Awaitable[protos.weights_pb2.ResumeGenerationResponse]]: ...
 
     @abc.abstractmethod
     def SubscribeKvEvents(

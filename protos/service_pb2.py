@@ -27,27 +27,28 @@ from protos import loads_pb2 as protos_dot_loads__pb2
 from protos import receipts_pb2 as protos_dot_receipts__pb2
 from protos import stats_pb2 as protos_dot_stats__pb2
 from protos import status_pb2 as protos_dot_status__pb2
+from protos import weights_pb2 as protos_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/service.proto\x12\x0cmidstream.v1\x1a\x17protos/generation.proto\x1a\x12protos/loads.proto\x1a\x15protos/receipts.proto\x1a\x12protos/stats.proto\x1a\x13protos/status.proto\"W\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nfrom_token\x18\x02 \x01(\r\x12\x1e\n\x16\x66rom_token_by_sequence\x18\x03 \x03(\r\"\xb2\x02\n\x0c\x45mbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x06inputs\x18\x03 \x03(\x0b\x32\x18.midstream.v1.EmbedInput\x12\x17\n\ndimensions\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x16\n\tnormalize\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12&\n\x04lora\x18\x06 \x01(\x0b\x32\x18.midstream.v1.LoraConfig\x12\x11\n\tclient_id\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ncache_salt\x18\t \x01(\t\x12&\n\x07pooling\x18\n \x01(\x0e\x32\x15.midstream.v1.PoolingB\r\n\x0b_dimensionsB\x0c\n\n_normalize\"T\n\nEmbedInput\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x16.midstream.v1.TokenIdsH\x00\x42\x07\n\x05input\"t\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12+\n\nembeddings\x18\x02 \x03(\x0b\x32\x17.midstream.v1.Embedding\x12\"\n\x05usage\x18\x03 \x01(\x0b\x32\x13.midstream.v1.Usage\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02*F\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_LAST\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02\x32\x89\n\n\tMidstream\x12K\n\x08Generate\x12\x1d.midstream.v1.GenerateRequest\x1a\x1e.midstream.v1.GenerateResponse0\x01\x12G\n\x06Resume\x12\x1b.midstream.v1.ResumeRequest\x1a\x1e.midstream.v1.GenerateResponse0\x01\x12@\n\x05\x41\x62ort\x12\x1a.midstream.v1.AbortRequest\x1a\x1b.midstream.v1.AbortResponse\x12O\n\nGetReceipt\x12\x1f.midstream.v1.GetReceiptRequest\x1a .midstream.v1.GetReceiptResponse\x12^\n\x0fListReceiptKeys\x12$.midstream.v1.ListReceiptKeysRequest\x1a%.midstream.v1.ListReceiptKeysResponse\x12@\n\x05\x45mbed\x12\x1a.midstream.v1.EmbedRequest\x1a\x1b.midstream.v1.EmbedResponse\x12J\n\x0cGetModelInfo\x12!.midstream.v1.GetModelInfoRequest\x1a\x17.midstream.v1.ModelInfo\x12M\n\rGetServerInfo\x12\".midstream.v1.GetServerInfoRequest\x1a\x18.midstream.v1.ServerInfo\x12I\n\x08GetLoads\x12\x1d.midstream.v1.GetLoadsRequest\x1a\x1e.midstream.v1.GetLoadsResponse\x12[\n\x11GetIterationStats\x12&.midstream.v1.GetIterationStatsRequest\x1a\x1c.midstream.v1.IterationStats0\x01\x12^\n\x0fGetRequestStats\x12$.midstream.v1.GetRequestStatsRequest\x1a%.midstream.v1.GetRequestStatsResponse\x12I\n\x08LoadLora\x12\x1d.midstream.v1.LoadLoraRequest\x1a\x1e.midstream.v1.LoadLoraResponse\x12O\n\nUnloadLora\x12\x1f.midstream.v1.UnloadLoraRequest\x1a .midstream.v1.UnloadLoraResponse\x12L\n\tListLoras\x12\x1e.midstream.v1.ListLorasRequest\x1a\x1f.midstream.v1.ListLorasResponse\x12Y\n\x11SubscribeKvEvents\x12&.midstream.v1.SubscribeKvEventsRequest\x1a\x1a.midstream.v1.KvEventBatch0\x01\x12I\n\tGetStatus\x12\x1e.midstream.v1.GetStatusRequest\x1a\x1a.midstream.v1.SystemStatus0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/service.proto\x12\x0cmidstream.v1\x1a\x17protos/generation.proto\x1a\x12protos/loads.proto\x1a\x15protos/receipts.proto\x1a\x12protos/stats.proto\x1a\x13protos/status.proto\x1a\x14protos/weights.proto\"W\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nfrom_token\x18\x02 \x01(\r\x12\x1e\n\x16\x66rom_token_by_sequence\x18\x03 \x03(\r\"\xb2\x02\n\x0c\x45mbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x06inputs\x18\x03 \x03(\x0b\x32\x18.midstream.v1.EmbedInput\x12\x17\n\ndimensions\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x16\n\tnormalize\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12&\n\x04lora\x18\x06 \x01(\x0b\x32\x18.midstream.v1.LoraConfig\x12\x11\n\tclient_id\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ncache_salt\x18\t \x01(\t\x12&\n\x07pooling\x18\n \x01(\x0e\x32\x15.midstream.v1.PoolingB\r\n\x0b_dimensionsB\x0c\n\n_normalize\"T\n\nEmbedInput\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x16.midstream.v1.TokenIdsH\x00\x42\x07\n\x05input\"t\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12+\n\nembeddings\x18\x02 \x03(\x0b\x32\x17.midstream.v1.Embedding\x12\"\n\x05usage\x18\x03 \x01(\x0b\x32\x13.midstream.v1.Usage\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02*F\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_LAST\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02\x32\x8c\r\n\tMidstream\x12K\n\x08Generate\x12\x1d.midstream.v1.GenerateRequest\x1a\x1e.midstream.v1.GenerateResponse0\x01\x12G\n\x06Resume\x12\x1b.midstream.v1.ResumeRequest\x1a\x1e.midstream.v1.GenerateResponse0\x01\x12@\n\x05\x41\x62ort\x12\x1a.midstream.v1.AbortRequest\x1a\x1b.midstream.v1.AbortResponse\x12O\n\nGetReceipt\x12\x1f.midstream.v1.GetReceiptRequest\x1a .midstream.v1.GetReceiptResponse\x12^\n\x0fListReceiptKeys\x12$.midstream.v1.ListReceiptKeysRequest\x1a%.midstream.v1.ListReceiptKeysResponse\x12@\n\x05\x45mbed\x12\x1a.midstream.v1.EmbedRequest\x1a\x1b.midstream.v1.EmbedResponse\x12J\n\x0cGetModelInfo\x12!.midstream.v1.GetModelInfoRequest\x1a\x17.midstream.v1.ModelInfo\x12M\n\rGetServerInfo\x12\".midstream.v1.GetServerInfoRequest\x1a\x18.midstream.v1.ServerInfo\x12I\n\x08GetLoads\x12\x1d.midstream.v1.GetLoadsRequest\x1a\x1e.midstream.v1.GetLoadsResponse\x12[\n\x11GetIterationStats\x12&.midstream.v1.GetIterationStatsRequest\x1a\x1c.midstream.v1.IterationStats0\x01\x12^\n\x0fGetRequestStats\x12$.midstream.v1.GetRequestStatsRequest\x1a%.midstream.v1.GetRequestStatsResponse\x12I\n\x08LoadLora\x12\x1d.midstream.v1.LoadLoraRequest\x1a\x1e.midstream.v1.LoadLoraResponse\x12O\n\nUnloadLora\x12\x1f.midstream.v1.UnloadLoraRequest\x1a .midstream.v1.UnloadLoraResponse\x12L\n\tListLoras\x12\x1e.midstream.v1.ListLorasRequest\x1a\x1f.midstream.v1.ListLorasResponse\x12X\n\rUpdateWeights\x12\".midstream.v1.UpdateWeightsRequest\x1a#.midstream.v1.UpdateWeightsResponse\x12\x64\n\x11GetWeightsVersion\x12&.midstream.v1.GetWeightsVersionRequest\x1a\'.midstream.v1.GetWeightsVersionResponse\x12^\n\x0fPauseGeneration\x12$.midstream.v1.PauseGenerationRequest\x1a%.midstream.v1.PauseGenerationResponse\x12\x61\n\x10ResumeGeneration\x12%.midstream.v1.ResumeGenerationRequest\x1a&.midstream.v1.ResumeGenerationResponse\x12Y\n\x11SubscribeKvEvents\x12&.midstream.v1.SubscribeKvEventsRequest\x1a\x1a.midstream.v1.KvEventBatch0\x01\x12I\n\tGetStatus\x12\x1e.midstream.v1.GetStatusRequest\x1a\x1a.midstream.v1.SystemStatus0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_POOLING']._serialized_start=778
-  _globals['_POOLING']._serialized_end=848
-  _globals['_RESUMEREQUEST']._serialized_start=147
-  _globals['_RESUMEREQUEST']._serialized_end=234
-  _globals['_EMBEDREQUEST']._serialized_start=237
-  _globals['_EMBEDREQUEST']._serialized_end=543
-  _globals['_EMBEDINPUT']._serialized_start=545
-  _globals['_EMBEDINPUT']._serialized_end=629
-  _globals['_EMBEDRESPONSE']._serialized_start=631
-  _globals['_EMBEDRESPONSE']._serialized_end=747
-  _globals['_EMBEDDING']._serialized_start=749
-  _globals['_EMBEDDING']._serialized_end=776
-  _globals['_MIDSTREAM']._serialized_start=851
-  _globals['_MIDSTREAM']._serialized_end=2140
+  _globals['_POOLING']._serialized_start=800
+  _globals['_POOLING']._serialized_end=870
+  _globals['_RESUMEREQUEST']._serialized_start=169
+  _globals['_RESUMEREQUEST']._serialized_end=256
+  _globals['_EMBEDREQUEST']._serialized_start=259
+  _globals['_EMBEDREQUEST']._serialized_end=565
+  _globals['_EMBEDINPUT']._serialized_start=567
+  _globals['_EMBEDINPUT']._serialized_end=651
+  _globals['_EMBEDRESPONSE']._serialized_start=653
+  _globals['_EMBEDRESPONSE']._serialized_end=769
+  _globals['_EMBEDDING']._serialized_start=771
+  _globals['_EMBEDDING']._serialized_end=798
+  _globals['_MIDSTREAM']._serialized_start=873
+  _globals['_MIDSTREAM']._serialized_end=2549
 # @@protoc_insertion_point(module_scope)

@@ -9,6 +9,7 @@ from protos import receipts_pb2 as protos_dot_receipts__pb2
 from protos import service_pb2 as protos_dot_service__pb2
 from protos import stats_pb2 as protos_dot_stats__pb2
 from protos import status_pb2 as protos_dot_status__pb2
+from protos import weights_pb2 as protos_dot_weights__pb2
 
 GRPC_GENERATED_VERSION = '1.71.2'
 GRPC_VERSION = grpc.__version__
@@ -108,6 +109,26 @@ class MidstreamStub(object):
                 '/midstream.v1.Midstream/ListLoras',
                 request_serializer=protos_dot_loads__pb2.ListLorasRequest.SerializeToString,
                 response_deserializer=protos_dot_loads__pb2.ListLorasResponse.FromString,
+                _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/midstream.v1.Midstream/UpdateWeights',
+                request_serializer=protos_dot_weights__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=protos_dot_weights__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
+        self.GetWeightsVersion = channel.unary_unary(
+                '/midstream.v1.Midstream/GetWeightsVersion',
+                request_serializer=protos_dot_weights__pb2.GetWeightsVersionRequest.SerializeToString,
+                response_deserializer=protos_dot_weights__pb2.GetWeightsVersionResponse.FromString,
+                _registered_method=True)
+        self.PauseGeneration = channel.unary_unary(
+                '/midstream.v1.Midstream/PauseGeneration',
+                request_serializer=protos_dot_weights__pb2.PauseGenerationRequest.SerializeToString,
+                response_deserializer=protos_dot_weights__pb2.PauseGenerationResponse.FromString,
+                _registered_method=True)
+        self.ResumeGeneration = channel.unary_unary(
+                '/midstream.v1.Midstream/ResumeGeneration',
+                request_serializer=protos_dot_weights__pb2.ResumeGenerationRequest.SerializeToString,
+                response_deserializer=protos_dot_weights__pb2.ResumeGenerationResponse.FromString,
                 _registered_method=True)
         self.SubscribeKvEvents = channel.unary_stream(
                 '/midstream.v1.Midstream/SubscribeKvEvents',
@@ -219,6 +240,31 @@ class MidstreamServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateWeights(self, request, context):
+        """Administration of the weights; see weights.proto.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetWeightsVersion(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PauseGeneration(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeGeneration(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SubscribeKvEvents(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -304,6 +350,26 @@ def add_MidstreamServicer_to_server(servicer, server):
                     servicer.ListLoras,
                     request_deserializer=protos_dot_loads__pb2.ListLorasRequest.FromString,
                     response_serializer=protos_dot_loads__pb2.ListLorasResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=protos_dot_weights__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=protos_dot_weights__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'GetWeightsVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetWeightsVersion,
+                    request_deserializer=protos_dot_weights__pb2.GetWeightsVersionRequest.FromString,
+                    response_serializer=protos_dot_weights__pb2.GetWeightsVersionResponse.SerializeToString,
+            ),
+            'PauseGeneration': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseGeneration,
+                    request_deserializer=protos_dot_weights__pb2.PauseGenerationRequest.FromString,
+                    response_serializer=protos_dot_weights__pb2.PauseGenerationResponse.SerializeToString,
+            ),
+            'ResumeGeneration': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeGeneration,
+                    request_deserializer=protos_dot_weights__pb2.ResumeGenerationRequest.FromString,
+                    response_serializer=protos_dot_weights__pb2.ResumeGenerationResponse.SerializeToString,
             ),
             'SubscribeKvEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.SubscribeKvEvents,
@@ -694,6 +760,114 @@ class Midstream(object):
             '/midstream.v1.Midstream/ListLoras',
             protos_dot_loads__pb2.ListLorasRequest.SerializeToString,
             protos_dot_loads__pb2.ListLorasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Midstream/UpdateWeights',
+            protos_dot_weights__pb2.UpdateWeightsRequest.SerializeToString,
+            protos_dot_weights__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetWeightsVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Midstream/GetWeightsVersion',
+            protos_dot_weights__pb2.GetWeightsVersionRequest.SerializeToString,
+            protos_dot_weights__pb2.GetWeightsVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseGeneration(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Midstream/PauseGeneration',
+            protos_dot_weights__pb2.PauseGenerationRequest.SerializeToString,
+            protos_dot_weights__pb2.PauseGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeGeneration(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Midstream/ResumeGeneration',
+            protos_dot_weights__pb2.ResumeGenerationRequest.SerializeToString,
+            protos_dot_weights__pb2.ResumeGenerationResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,6 +13,7 @@ import protos.receipts_pb2
 import protos.service_pb2
 import protos.stats_pb2
 import protos.status_pb2
+import protos.weights_pb2
 import typing
 
 _T = typing.TypeVar("_T")
@@ -106,6 +107,27 @@ class MidstreamStub:
     ListLoras: grpc.UnaryUnaryMultiCallable[
         protos.loads_pb2.ListLorasRequest,
         protos.loads_pb2.ListLorasResponse,
+    ]
+
+    UpdateWeights: grpc.UnaryUnaryMultiCallable[
+        protos.weights_pb2.UpdateWeightsRequest,
+        protos.weights_pb2.UpdateWeightsResponse,
+    ]
+    """Administration of the weights; see weights.proto."""
+
+    GetWeightsVersion: grpc.UnaryUnaryMultiCallable[
+        protos.weights_pb2.GetWeightsVersionRequest,
+        protos.weights_pb2.GetWeightsVersionResponse,
+    ]
+
+    PauseGeneration: grpc.UnaryUnaryMultiCallable[
+        protos.weights_pb2.PauseGenerationRequest,
+        protos.weights_pb2.PauseGenerationResponse,
+    ]
+
+    ResumeGeneration: grpc.UnaryUnaryMultiCallable[
+        protos.weights_pb2.ResumeGenerationRequest,
+        protos.weights_pb2.ResumeGenerationResponse,
     ]
 
     SubscribeKvEvents: grpc.UnaryStreamMultiCallable[
@@ -202,6 +224,27 @@ class MidstreamAsyncStub:
     ListLoras: grpc.aio.UnaryUnaryMultiCallable[
         protos.loads_pb2.ListLorasRequest,
         protos.loads_pb2.ListLorasResponse,
+    ]
+
+    UpdateWeights: grpc.aio.UnaryUnaryMultiCallable[
+        protos.weights_pb2.UpdateWeightsRequest,
+        protos.weights_pb2.UpdateWeightsResponse,
+    ]
+    """Administration of the weights; see weights.proto."""
+
+    GetWeightsVersion: grpc.aio.UnaryUnaryMultiCallable[
+        protos.weights_pb2.GetWeightsVersionRequest,
+        protos.weights_pb2.GetWeightsVersionResponse,
+    ]
+
+    PauseGeneration: grpc.aio.UnaryUnaryMultiCallable[
+        protos.weights_pb2.PauseGenerationRequest,
+        protos.weights_pb2.PauseGenerationResponse,
+    ]
+
+    ResumeGeneration: grpc.aio.UnaryUnaryMultiCallable[
+        protos.weights_pb2.ResumeGenerationRequest,
+        protos.weights_pb2.ResumeGenerationResponse,
     ]
 
     SubscribeKvEvents: grpc.aio.UnaryStreamMultiCallable[
@@ -327,6 +370,35 @@ class MidstreamServicer(metaclass=abc.ABCMeta):
         request: protos.loads_pb2.ListLorasRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.loads_pb2.ListLorasResponse, collections.abc.Awaitable[protos.loads_pb2.ListLorasResponse]]: ...
+
+    @abc.abstractmethod
+    def UpdateWeights(
+        self,
+        request: protos.weights_pb2.UpdateWeightsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.weights_pb2.UpdateWeightsResponse, collections.abc.Awaitable[protos.weights_pb2.UpdateWeightsResponse]]:
+        """Administration of the weights; see weights.proto."""
+
+    @abc.abstractmethod
+    def GetWeightsVersion(
+        self,
+        request: protos.weights_pb2.GetWeightsVersionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.weights_pb2.GetWeightsVersionResponse, collections.abc.Awaitable[protos.weights_pb2.GetWeightsVersionResponse]]: ...
+
+    @abc.abstractmethod
+    def PauseGeneration(
+        self,
+        request: protos.weights_pb2.PauseGenerationRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.weights_pb2.PauseGenerationResponse, collections.abc.Awaitable[protos.weights_pb2.PauseGenerationResponse]]: ...
+
+    @abc.abstractmethod
+    def ResumeGeneration(
+        self,
+        request: protos.weights_pb2.ResumeGenerationRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.weights_pb2.ResumeGenerationResponse, collections.abc.Awaitable[protos.weights_pb2.ResumeGenerationResponse]]: ...
 
     @abc.abstractmethod
     def SubscribeKvEvents(

@@ -34,6 +34,7 @@ class WorkerMessage(google.protobuf.message.Message):
     BLOCKS_FETCHED_FIELD_NUMBER: builtins.int
     IMAGE_ENCODED_FIELD_NUMBER: builtins.int
     WEIGHTS_HASHED_FIELD_NUMBER: builtins.int
+    WEIGHTS_PREPARED_FIELD_NUMBER: builtins.int
     @property
     def register(self) -> global___Register: ...
     @property
@@ -52,6 +53,8 @@ class WorkerMessage(google.protobuf.message.Message):
     def image_encoded(self) -> global___ImageEncoded: ...
     @property
     def weights_hashed(self) -> global___WeightsHashed: ...
+    @property
+    def weights_prepared(self) -> global___WeightsPrepared: ...
     def __init__(
         self,
         *,
@@ -64,10 +67,11 @@ class WorkerMessage(google.protobuf.message.Message):
         blocks_fetched: global___BlocksFetched | None = ...,
         image_encoded: global___ImageEncoded | None = ...,
         weights_hashed: global___WeightsHashed | None = ...,
+        weights_prepared: global___WeightsPrepared | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["blocks_fetched", b"blocks_fetched", "heartbeat", b"heartbeat", "image_encoded", b"image_encoded", "leave", b"leave", "lora_result", b"lora_result", "message", b"message", "register", b"register", "step_outputs", b"step_outputs", "step_result", b"step_result", "weights_hashed", b"weights_hashed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks_fetched", b"blocks_fetched", "heartbeat", b"heartbeat", "image_encoded", b"image_encoded", "leave", b"leave", "lora_result", b"lora_result", "message", b"message", "register", b"register", "step_outputs", b"step_outputs", "step_result", b"step_result", "weights_hashed", b"weights_hashed"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["register", "heartbeat", "step_result", "leave", "lora_result", "step_outputs", "blocks_fetched", "image_encoded", "weights_hashed"] | None: ...
+    def HasField(self, field_name: typing.Literal["blocks_fetched", b"blocks_fetched", "heartbeat", b"heartbeat", "image_encoded", b"image_encoded", "leave", b"leave", "lora_result", b"lora_result", "message", b"message", "register", b"register", "step_outputs", b"step_outputs", "step_result", b"step_result", "weights_hashed", b"weights_hashed", "weights_prepared", b"weights_prepared"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blocks_fetched", b"blocks_fetched", "heartbeat", b"heartbeat", "image_encoded", b"image_encoded", "leave", b"leave", "lora_result", b"lora_result", "message", b"message", "register", b"register", "step_outputs", b"step_outputs", "step_result", b"step_result", "weights_hashed", b"weights_hashed", "weights_prepared", b"weights_prepared"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["register", "heartbeat", "step_result", "leave", "lora_result", "step_outputs", "blocks_fetched", "image_encoded", "weights_hashed", "weights_prepared"] | None: ...
 
 global___WorkerMessage = WorkerMessage
 
@@ -85,6 +89,9 @@ class SchedulerMessage(google.protobuf.message.Message):
     PROMPT_TABLE_FIELD_NUMBER: builtins.int
     FETCH_BLOCKS_FIELD_NUMBER: builtins.int
     ENCODE_IMAGE_FIELD_NUMBER: builtins.int
+    PREPARE_WEIGHTS_FIELD_NUMBER: builtins.int
+    SWITCH_WEIGHTS_FIELD_NUMBER: builtins.int
+    DROP_WEIGHTS_FIELD_NUMBER: builtins.int
     @property
     def registered(self) -> global___Registered: ...
     @property
@@ -107,6 +114,12 @@ class SchedulerMessage(google.protobuf.message.Message):
     def fetch_blocks(self) -> global___FetchBlocks: ...
     @property
     def encode_image(self) -> global___EncodeImage: ...
+    @property
+    def prepare_weights(self) -> global___PrepareWeights: ...
+    @property
+    def switch_weights(self) -> global___SwitchWeights: ...
+    @property
+    def drop_weights(self) -> global___DropWeights: ...
     def __init__(
         self,
         *,
@@ -120,10 +133,13 @@ class SchedulerMessage(google.protobuf.message.Message):
         prompt_table: global___PromptTablePart | None = ...,
         fetch_blocks: global___FetchBlocks | None = ...,
         encode_image: global___EncodeImage | None = ...,
+        prepare_weights: global___PrepareWeights | None = ...,
+        switch_weights: global___SwitchWeights | None = ...,
+        drop_weights: global___DropWeights | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["encode_image", b"encode_image", "epoch_ended", b"epoch_ended", "fetch_blocks", b"fetch_blocks", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "unload_lora", b"unload_lora"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["encode_image", b"encode_image", "epoch_ended", b"epoch_ended", "fetch_blocks", b"fetch_blocks", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "unload_lora", b"unload_lora"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["registered", "rejected", "step_batch", "load_lora", "unload_lora", "epoch_ended", "heartbeat_ack", "prompt_table", "fetch_blocks", "encode_image"] | None: ...
+    def HasField(self, field_name: typing.Literal["drop_weights", b"drop_weights", "encode_image", b"encode_image", "epoch_ended", b"epoch_ended", "fetch_blocks", b"fetch_blocks", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prepare_weights", b"prepare_weights", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "switch_weights", b"switch_weights", "unload_lora", b"unload_lora"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["drop_weights", b"drop_weights", "encode_image", b"encode_image", "epoch_ended", b"epoch_ended", "fetch_blocks", b"fetch_blocks", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prepare_weights", b"prepare_weights", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "switch_weights", b"switch_weights", "unload_lora", b"unload_lora"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["registered", "rejected", "step_batch", "load_lora", "unload_lora", "epoch_ended", "heartbeat_ack", "prompt_table", "fetch_blocks", "encode_image", "prepare_weights", "switch_weights", "drop_weights"] | None: ...
 
 global___SchedulerMessage = SchedulerMessage
 
@@ -424,6 +440,114 @@ class ImageEncoded(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["embeddings", b"embeddings", "epoch", b"epoch", "error", b"error", "id", b"id", "text", b"text"]) -> None: ...
 
 global___ImageEncoded = ImageEncoded
+
+@typing.final
+class PrepareWeights(google.protobuf.message.Message):
+    """Tells a worker to load other weights beside its own, while it continues to execute steps. The worker responds with
+    WeightsPrepared. Weights that it has prepared before are dropped.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    UPDATE_FIELD_NUMBER: builtins.int
+    PATH_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    update: builtins.int
+    """Identifies the update, chosen by the scheduler."""
+    path: builtins.str
+    """Absolute path of a model folder with the same configuration and tokenizer as the worker's."""
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        update: builtins.int = ...,
+        path: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "path", b"path", "update", b"update"]) -> None: ...
+
+global___PrepareWeights = PrepareWeights
+
+@typing.final
+class WeightsPrepared(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    UPDATE_FIELD_NUMBER: builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
+    WEIGHTS_ROOT_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    update: builtins.int
+    model_fingerprint: builtins.str
+    """As in WorkerKind, of the prepared weights."""
+    weights_root: builtins.str
+    @property
+    def error(self) -> protos.generation_pb2.ErrorInfo: ...
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        update: builtins.int = ...,
+        model_fingerprint: builtins.str = ...,
+        weights_root: builtins.str = ...,
+        error: protos.generation_pb2.ErrorInfo | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "error", b"error", "model_fingerprint", b"model_fingerprint", "update", b"update", "weights_root", b"weights_root"]) -> None: ...
+
+global___WeightsPrepared = WeightsPrepared
+
+@typing.final
+class SwitchWeights(google.protobuf.message.Message):
+    """Tells a worker to replace its weights by those of this folder, after preparing them if it has not. The worker leaves,
+    drops all state, and registers with the kind of the new weights. It responds with WeightsPrepared only if it cannot do
+    so; it then keeps its weights and its epoch.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    UPDATE_FIELD_NUMBER: builtins.int
+    PATH_FIELD_NUMBER: builtins.int
+    WEIGHTS_ROOT_FIELD_NUMBER: builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    update: builtins.int
+    path: builtins.str
+    weights_root: builtins.str
+    """The root that the folder must have."""
+    weights_version: builtins.str
+    """WorkerKind.weights_version of the new weights."""
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        update: builtins.int = ...,
+        path: builtins.str = ...,
+        weights_root: builtins.str = ...,
+        weights_version: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "path", b"path", "update", b"update", "weights_root", b"weights_root", "weights_version", b"weights_version"]) -> None: ...
+
+global___SwitchWeights = SwitchWeights
+
+@typing.final
+class DropWeights(google.protobuf.message.Message):
+    """The prepared weights are not needed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UPDATE_FIELD_NUMBER: builtins.int
+    update: builtins.int
+    def __init__(
+        self,
+        *,
+        update: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["update", b"update"]) -> None: ...
+
+global___DropWeights = DropWeights
 
 @typing.final
 class Rejected(google.protobuf.message.Message):

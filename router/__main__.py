@@ -51,6 +51,7 @@ from router.protocols.embeddings.app import EmbeddingsApi
 from router.protocols.http_server import HostCheckedApp, HttpPort, for_pages
 from router.protocols.kserve.http import KserveHttpApi
 from router.protocols.ledger import ledger_route
+from router.protocols.live_weights import LiveWeightsApi
 from router.protocols.openai.app import OpenAiApi
 from router.protocols.receipts import receipt_routes
 from router.protocols.responses.app import ResponsesApi
@@ -171,6 +172,7 @@ async def serve(config: RouterConfig) -> None:
         *batches.routes,
         *KserveHttpApi(kserve, bodies).routes(),
         ledger_route(cells),
+        *LiveWeightsApi(front, bodies).routes(),
         *receipt_routes(runner.receipts),
         *dashboard_routes(status),
         *page_routes(),

@@ -12,8 +12,8 @@ class Role(StrEnum):
     """What a caller may do.
 
     GENERATE: run requests, and read, resume and abort one's own requests. OBSERVE: read metrics, loads and status,
-    which hold no contents of requests. ADMIN: all of the above, and manage adapters, read KV events (which hold the
-    tokens of all prompts) and access other callers' requests.
+    which hold no contents of requests. ADMIN: all of the above, and manage adapters and weights, pause generation, read
+    KV events (which hold the tokens of all prompts) and access other callers' requests.
     """
 
     GENERATE = "generate"
@@ -48,6 +48,10 @@ _METHODS = {
         "LoadLora": _ADMIN,
         "UnloadLora": _ADMIN,
         "SubscribeKvEvents": _ADMIN,
+        "GetWeightsVersion": _ANY,
+        "UpdateWeights": _ADMIN,
+        "PauseGeneration": _ADMIN,
+        "ResumeGeneration": _ADMIN,
     },
     "/inference.GRPCInferenceService/": {
         "ServerLive": _ANY,
@@ -76,6 +80,13 @@ _METHODS = {
     "/grpc.reflection.v1alpha.ServerReflection/": {"ServerReflectionInfo": _ANY},
 }
 _GRPC = {prefix + name: roles for prefix, methods in _METHODS.items() for name, roles in methods.items()}
+# Beginnings of the paths in router/protocols/live_weights.py.
+_LIVE_WEIGHTS = (
+    "/pause", "/resume", "/is_paused", "/continue_generation", "/abort_request", "/reset_prefix_cache", "/flush_cache",
+    "/weight_", "/get_weight_version", "/update_weight", "/init_weight", "/start_weight_update",
+    "/finish_weight_update", "/destroy_weights_update_group", "/collective_rpc", "/is_sleeping", "/sleep", "/wake_up",
+    "/release_memory_occupation",
+)  # fmt: skip
 _HTTP = (
     ("/v1/models", _ANY),
     ("/v1/receipts/keys", _ANY),
@@ -92,6 +103,7 @@ _HTTP = (
     ("/metrics", _OBSERVE),
     ("/dashboard/feed", _OBSERVE),
     ("/ledger", _ADMIN),
+    *((prefix, _ADMIN) for prefix in _LIVE_WEIGHTS),
 )
 
 

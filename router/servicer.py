@@ -17,7 +17,7 @@ from midstream.chunk import Chunk
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from midstream.rpc.errors import error_from_rpc
 from protos import generation_pb2 as pb
-from protos import loads_pb2, receipts_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
+from protos import loads_pb2, receipts_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2, weights_pb2
 from router.authentication import current_caller
 from router.permissions import Role
 from router.pipeline.cells import Cell
@@ -265,6 +265,36 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
             for lora in response.loras:
                 lora.ClearField("path")
         return response
+
+    async def UpdateWeights(
+        self, request: weights_pb2.UpdateWeightsRequest, context: object
+    ) -> weights_pb2.UpdateWeightsResponse:
+        """Replace the weights in every cell."""
+        return await self._front.runner.weights.update(request)
+
+    async def GetWeightsVersion(
+        self, request: weights_pb2.GetWeightsVersionRequest, context: object
+    ) -> weights_pb2.GetWeightsVersionResponse:
+        """Return the version of each cell; only administrators see paths and problems."""
+        cells = await self._front.runner.weights.state()
+        if Role.ADMIN not in current_caller.get().roles:
+            for cell in cells:
+                cell.version.ClearField("path")
+                cell.ClearField("problems")
+        return weights_pb2.GetWeightsVersionResponse(cells=cells)
+
+    async def PauseGeneration(
+        self, request: weights_pb2.PauseGenerationRequest, context: object
+    ) -> weights_pb2.PauseGenerationResponse:
+        """Pause generation in every cell."""
+        return weights_pb2.PauseGenerationResponse(num_requests=await self._front.runner.weights.pause(request.mode))
+
+    async def ResumeGeneration(
+        self, request: weights_pb2.ResumeGenerationRequest, context: object
+    ) -> weights_pb2.ResumeGenerationResponse:
+        """Resume generation in every cell."""
+        await self._front.runner.weights.resume()
+        return weights_pb2.ResumeGenerationResponse()
 
 
 def _is_not_found(error: BaseException) -> bool:

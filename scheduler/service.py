@@ -39,6 +39,7 @@ from scheduler.edge.receipts import KeyFolder, Receipts
 from scheduler.edge.request_log import log_requests
 from scheduler.edge.servicer import SchedulerServicer
 from scheduler.edge.traces import RequestTraces
+from scheduler.edge.weights import Weights
 from scheduler.edge.worker_keys import WorkerKeys
 from scheduler.journal import Journal, JournalError
 from scheduler.journal.documents import DocumentStore
@@ -155,7 +156,15 @@ class SchedulerService:
             vocab_size=self.model.vocab_size,
         )
         self.dispatcher.on_adapter_result = adapters.on_result
-        self.engine.on_joined = adapters.on_joined
+        cell = self.config.name or f"{self.config.host}:{self.port}"
+        weights = Weights(self.engine, self.dispatcher, self.journal.documents, self.model.fingerprint, cell)
+        self.dispatcher.on_weights_prepared = weights.on_prepared
+
+        def on_joined(connection: bytes, epoch: int) -> None:
+            weights.on_joined(connection, epoch)
+            adapters.on_joined(connection, epoch)
+
+        self.engine.on_joined = on_joined
         images = Images(
             groups=lambda: core.groups,
             sender=self.dispatcher,
@@ -188,13 +197,16 @@ class SchedulerService:
             self.journal.documents,
             model=self.model,
             limits=self.limits,
-            cell=self.config.name or f"{self.config.host}:{self.port}",
+            weights=weights,
+            cell=cell,
             policies=(self.config.capacity_policy, self.config.batching_type, self.config.journal),
             max_stored_bytes=self.config.max_stored_bytes,
             frames=self.frames,
         )
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, self.server.grpc)
         frames_pb2_grpc.add_FramesServicer_to_server(self.frames, self.server.grpc)
+        # Everything that observes requests exists by now, since turns are taken while this reads the database.
+        await weights.restore()
         dispatching = self.dispatcher.run(
             self.engine.handle_worker_event, self.engine.take_turn, self.progress.loop("worker messages")
         )

@@ -33,6 +33,7 @@ MIRRORS = {"recording"}
 ALLOWED: dict[tuple[str, str] | str, str] = {
     "FramesOffer": "one module of midstream/ both writes and reads it",
     ("SchedulerMessage", "heartbeat_ack"): "a worker only checks that a message arrived",
+    ("EarlierKind", "ends"): "the scheduler writes it to the journal for itself",
     "LedgerEntry": "the router shows all of its fields as JSON",
     "LedgerPage": "the scheduler stores it for itself",
     "RouterStatus": "the scheduler passes it unchanged to the other routers",

@@ -58,6 +58,10 @@ class StepsInFlight(Generic[W, LaunchedT]):
         self._runner, self._inbox, self._most = runner, inbox, most
         self._steps: deque[_InFlight[LaunchedT]] = deque()
 
+    def use_runner(self, runner: Runner[LaunchedT]) -> None:
+        """Launch further steps with another runner. Precondition: there are no steps."""
+        self._runner = runner
+
     def __len__(self) -> int:
         return len(self._steps)
 

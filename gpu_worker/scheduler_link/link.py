@@ -38,6 +38,7 @@ from gpu_worker.models.images import ImageEncoder
 from gpu_worker.scheduler_link.connection import LINK_EVENTS, Connector
 from gpu_worker.scheduler_link.images import ImageMessages
 from gpu_worker.scheduler_link.messages import decode_step, encode_result
+from gpu_worker.weight_updates import WeightsReady
 from midstream.security.curve import WorkerCredentials
 from midstream.telemetry import Metrics
 from protos import worker_pb2
@@ -73,7 +74,7 @@ class WaitingStep:
     received_at: float
 
 
-Work = WaitingStep | EpochStarted | Stopped
+Work = WaitingStep | EpochStarted | WeightsReady | Stopped
 
 
 class SchedulerLink:
@@ -82,6 +83,7 @@ class SchedulerLink:
     Attributes:
         inbox: Work for the compute loop, in order.
         epoch: The current epoch; 0 if there is none. Steps of other epochs need not run.
+        on_weights: Called with messages about the weights and the current epoch, in the link's thread.
     """
 
     def __init__(
@@ -117,6 +119,9 @@ class SchedulerLink:
         self._connector = Connector(address, credentials)
         self._adapters = AdapterMessages(adapters, self._wake)
         self._kept, self._tiers, self._fetcher = kept, tiers, fetcher
+        self._is_suspended = False  # whether the worker does not register, because it changes its weights
+        self.on_weights: Callable[[worker_pb2.SchedulerMessage, int], None] = lambda *_: None
+        self._prepared: deque[worker_pb2.WeightsPrepared] = deque()
         self._has_hashed = False  # whether the weights were hashed after the registration
         self._unsent_hashes = set[int]()  # blocks in the tiers, for heartbeats after a registration
         self._images = None if images is None else ImageMessages(images, self._wake, metrics)
@@ -170,6 +175,49 @@ class SchedulerLink:
         """
         self._has_failed = True
         self.epoch = 0
+        self._wake()
+
+    def answer_weights(self, answer: worker_pb2.WeightsPrepared) -> None:
+        """Send an answer about weights, unless its epoch has ended. Any thread."""
+        self._prepared.append(answer)
+        self._wake()
+
+    def switch_weights(self, ready: WeightsReady) -> None:
+        """Let the compute loop change its weights; until it has, a worker without an epoch does not register again.
+        Any thread.
+        """
+        self._is_suspended = True
+        self.inbox.put(ready)
+
+    def suspend(self, reason: str) -> None:
+        """Leave, and stay connected without registering until `resume`."""
+        with self._lock:
+            self._is_suspended = True
+            if self.epoch and self._dealer is not None:
+                self._send(
+                    self._dealer, worker_pb2.WorkerMessage(leave=worker_pb2.Leave(epoch=self.epoch, reason=reason))
+                )
+                self._end_epoch(reason)
+            self._connector.note_registered()  # the connection is not at fault
+
+    def resume(
+        self,
+        register: worker_pb2.Register,
+        adapters: AdapterCache[Any],
+        kept: KeptBlocks,
+        tiers: KvTiers | None,
+        fetcher: BlockFetcher | None,
+    ) -> None:
+        """Register again, with what has replaced the objects given to the constructor."""
+        with self._lock:
+            self._register, self._adapters = register, AdapterMessages(adapters, self._wake)
+            self._kept, self._tiers, self._fetcher = kept, tiers, fetcher
+            self._unsent_hashes.clear()
+            self._has_hashed = self._is_suspended = False
+            self._next_send = 0.0
+            self._connector.note_lost()
+            if fetcher is not None:
+                fetcher.on_report = self._wake
         self._wake()
 
     def announce_weights(self, root: str, block_kind: str) -> None:
@@ -258,15 +306,7 @@ class SchedulerLink:
         return True
 
     def _send_results(self, dealer: zmq.Socket[bytes]) -> None:
-        while self._adapters.answers:
-            answer = self._adapters.answers.popleft()
-            if answer.epoch == self.epoch:
-                self._send_all(dealer, [worker_pb2.WorkerMessage(lora_result=answer)])
-        if self._has_hashed and self.epoch:
-            self._has_hashed = False
-            root, block_kind = self._register.kind.weights_root, self._register.block_kind
-            hashed = worker_pb2.WeightsHashed(epoch=self.epoch, weights_root=root, block_kind=block_kind)
-            self._send_all(dealer, [worker_pb2.WorkerMessage(weights_hashed=hashed)])
+        self._send_answers(dealer)
         while self._outbox:
             step, output, waiting_s = self._outbox.popleft()
             if step.epoch != self.epoch:
@@ -286,6 +326,22 @@ class SchedulerLink:
                     epoch=fetched.epoch, fetched_hashes=fetched.hashes, missing_hashes=fetched.missing
                 )
                 self._send_all(dealer, [worker_pb2.WorkerMessage(blocks_fetched=report)])
+
+    def _send_answers(self, dealer: zmq.Socket[bytes]) -> None:
+        """Send the answers about adapters and weights."""
+        while self._adapters.answers:
+            answer = self._adapters.answers.popleft()
+            if answer.epoch == self.epoch:
+                self._send_all(dealer, [worker_pb2.WorkerMessage(lora_result=answer)])
+        while self._prepared:
+            prepared = self._prepared.popleft()
+            if prepared.epoch == self.epoch:
+                self._send_all(dealer, [worker_pb2.WorkerMessage(weights_prepared=prepared)])
+        if self._has_hashed and self.epoch:
+            self._has_hashed = False
+            root, block_kind = self._register.kind.weights_root, self._register.block_kind
+            hashed = worker_pb2.WeightsHashed(epoch=self.epoch, weights_root=root, block_kind=block_kind)
+            self._send_all(dealer, [worker_pb2.WorkerMessage(weights_hashed=hashed)])
 
     def _send_when_due(self, dealer: zmq.Socket[bytes]) -> None:
         now = time.monotonic()
@@ -307,6 +363,8 @@ class SchedulerLink:
                 heartbeat.removed_hashes.extend(changes.removed)
             self._next_send = now + self._heartbeat_s
             self._send_all(dealer, [worker_pb2.WorkerMessage(heartbeat=heartbeat)])
+        elif self._is_suspended:
+            self._next_send = now + _REGISTER_INTERVAL_S
         elif not self._leaving:
             if self._has_failed:
                 self._has_failed = False
@@ -368,6 +426,7 @@ class SchedulerLink:
             if self._images is not None:
                 self._images.take(message, self.epoch)
             self._adapters.take(message, self.epoch)
+            self.on_weights(message, self.epoch)
         return None
 
     def _fetch(self, message: worker_pb2.FetchBlocks) -> None:

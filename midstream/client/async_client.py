@@ -32,7 +32,7 @@ from midstream.rpc.errors import error_from_rpc
 from midstream.rpc.target import check_target, is_local
 from midstream.security.tls import Tls
 from protos import generation_pb2 as pb
-from protos import loads_pb2, receipts_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2
+from protos import loads_pb2, receipts_pb2, service_pb2, service_pb2_grpc, stats_pb2, status_pb2, weights_pb2
 
 if TYPE_CHECKING:
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
@@ -101,7 +101,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections; streams in progress raise AbortedError."""
+        """Close all connections; streams in progress raise ConflictError."""
         self._is_closed = True
         for channel in self._channels:
             await channel.close()
@@ -407,6 +407,44 @@ class AsyncClient:
         request = loads_pb2.ListLorasRequest()
         response = await self._ask(lambda stub: stub.ListLoras(request, timeout=_CALL_TIMEOUT_S))
         return [LoraInfo.from_proto(lora) for lora in response.loras]
+
+    async def update_weights(
+        self, path: str, version: str = "", *, on_update: Literal["recompute", "finish", "abort"] = "recompute"
+    ) -> weights_pb2.WeightsVersion:
+        """Replace the weights of all workers by those of a folder.
+
+        Args:
+            path: Absolute path of the folder on every worker.
+            version: Name of the version; by default the root of the weights.
+            on_update: Whether running requests continue under the new weights, finish first, or end.
+
+        Returns:
+            The new version.
+
+        Raises:
+            ConflictError: Some cells have changed their weights, and others have not.
+            UnavailableError: A worker was lost, or the outcome is unknown; see `weights`.
+            MidstreamError: All workers keep their weights.
+        """
+        mode = weights_pb2.OnUpdate.Value(f"ON_UPDATE_{on_update.upper()}")
+        request = weights_pb2.UpdateWeightsRequest(path=path, version=version, on_update=mode)
+        return (await self._ask(lambda stub: stub.UpdateWeights(request))).version
+
+    async def weights(self) -> list[weights_pb2.CellWeights]:
+        """Return the version of the weights of each cell, and how many workers have it."""
+        request = weights_pb2.GetWeightsVersionRequest()
+        return [*(await self._ask(lambda stub: stub.GetWeightsVersion(request, timeout=_CALL_TIMEOUT_S))).cells]
+
+    async def pause_generation(self, mode: Literal["keep", "recompute", "finish", "abort"] = "keep") -> None:
+        """Pause generation, and return once no step runs; `mode` says what happens to running requests."""
+        number = weights_pb2.PauseMode.Value(f"PAUSE_MODE_{mode.upper()}")
+        request = weights_pb2.PauseGenerationRequest(mode=number)
+        await self._ask(lambda stub: stub.PauseGeneration(request))
+
+    async def resume_generation(self) -> None:
+        """End a pause."""
+        request = weights_pb2.ResumeGenerationRequest()
+        await self._ask(lambda stub: stub.ResumeGeneration(request, timeout=_CALL_TIMEOUT_S))
 
     def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Create the channels, which belong to the running loop."""

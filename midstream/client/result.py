@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage, Validation
+from midstream.chunk import Chunk, FinishReason, PerfMetrics, Usage, Validation, WeightsPart
 from midstream.extras import Extras, Tensor, join_tensors
 from protos.receipts_pb2 import Receipt
 
@@ -17,6 +18,7 @@ class SequenceResult:
         extras: Log probabilities and pieces of tensors, if requested.
         kind_changed_at: Index of the first token that another kind of workers computed; None if there is none.
         validation: Whether the text matches its schema, if this was not fully enforced.
+        weights: Versions of the weights that computed it, oldest first, once they have been changed.
     """
 
     text: str = ""
@@ -27,6 +29,7 @@ class SequenceResult:
     cumulative_log_prob: float | None = None
     kind_changed_at: int | None = None
     validation: Validation | None = None
+    weights: Sequence[WeightsPart] = ()
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -77,6 +80,7 @@ class Result:
         if chunk.is_sequence_final:
             sequence.finish_reason, sequence.matched_stop = chunk.finish_reason, chunk.matched_stop
             sequence.cumulative_log_prob, sequence.validation = chunk.cumulative_log_prob, chunk.validation
+            sequence.weights = chunk.weights
         if chunk.kind_changed_at is not None:
             sequence.kind_changed_at = chunk.kind_changed_at
         if chunk.is_final:

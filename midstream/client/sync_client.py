@@ -82,6 +82,10 @@ class Client:
     load_lora = _blocking(AsyncClient.load_lora)
     unload_lora = _blocking(AsyncClient.unload_lora)
     loras = _blocking(AsyncClient.loras)
+    update_weights = _blocking(AsyncClient.update_weights)
+    weights = _blocking(AsyncClient.weights)
+    pause_generation = _blocking(AsyncClient.pause_generation)
+    resume_generation = _blocking(AsyncClient.resume_generation)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Accept the arguments of AsyncClient."""

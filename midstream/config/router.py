@@ -81,6 +81,11 @@ class RouterConfig(GrpcServiceConfig):
         "Share cached prefixes between authenticated clients. This is faster if they send the same prompts, but "
         "clients can infer from timing what others sent.",
     )
+    update_root: str = setting(
+        "",
+        "Folder below which UpdateWeights may load weights, the same for routers and workers. Empty: only the served "
+        "model's own folder.",
+    )
     adapter_root: str = setting(
         "", "Folder from which adapters may be loaded by path; empty: requests can only name loaded adapters."
     )

@@ -137,6 +137,11 @@ class WorkerConfig(ServiceConfig):
     replicate_post_processors: bool = setting(
         False, "Call post-processors on all tensor ranks of a group's first stage; only rank 0's result is used."
     )
+    update_root: str = setting(
+        "",
+        "Folder below which UpdateWeights may load weights, the same for routers and workers. Empty: only the served "
+        "model's own folder.",
+    )
     adapter_root: str = setting(
         "", "Folder that must contain all adapters, after resolving links; empty: the routers' setting."
     )

@@ -13,7 +13,7 @@ import enum
 import hashlib
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from midstream.chunk import finish_reason_from_proto
 from midstream.client import AsyncClient
@@ -143,7 +143,20 @@ class Auditor:
             result, ours = await self._run_hashed(evidence, statement)
         except MidstreamError as error:
             return unchecked(f"the service cannot run the request: {error}")
+        return await self._judge(evidence, statement, result, ours, unchecked)
+
+    async def _judge(
+        self,
+        evidence: Evidence,
+        statement: Statement,
+        result: Result,
+        ours: Statement,
+        unchecked: Callable[[str], Finding],
+    ) -> Finding:
+        """Compare an answer with what the service computed, if it computes in the same way."""
         differing = differing_leaves(statement, ours)
+        if differing and (place := place_of(statement, ours)) is not None:
+            return await self._compare_part(evidence, statement, place, unchecked)
         if differing:
             return unchecked(f"the service computes it differently: {explain(differing, statement, ours)}")
         if any(sequence.HasField("kind_changed_at") for sequence in ours.body.sequences):
@@ -207,8 +220,40 @@ class Auditor:
         if reason:
             return Finding(*head, base, reason)
         if any(sequence.HasField("kind_changed_at") for sequence in body.sequences):
-            return unchecked("workers of another kind computed a part of it; the rest is proved")
+            return unchecked(_REST_IS_PROVED)
         return Finding(body.request_id, Verdict.PROVED, body.finished_unix_ns, body.error_code, base)
+
+    async def _compare_part(
+        self, evidence: Evidence, statement: Statement, place: int, unchecked: Callable[[str], Finding]
+    ) -> Finding:
+        """Compute the tokens of the later model `place` again, each sequence from the tokens before them."""
+        body = statement.body
+        request = again(evidence.request, statement)
+        if request.sampling.beam_width > 1 or request.HasField("prompt_tuning"):
+            return unchecked("the service has the weights of only a part of it, which cannot be computed alone")
+        for index, (tokens, sequence) in enumerate(zip(evidence.outputs or [], body.sequences, strict=True)):
+            ends = [*sequence.kind_ends[place + 1 :], len(tokens)]
+            start, end = sequence.kind_ends[place], ends[0]
+            if start >= end:
+                continue
+            request = again(evidence.request, statement)
+            request.token_ids.values.extend(tokens[:start])
+            request.sampling.num_return_sequences = 1
+            request.continuation.num_output_tokens, request.continuation.sequence_index = start, index
+            request.max_tokens = end - start
+            try:
+                result = await self._client.stream(request).result()
+            except MidstreamError as error:
+                return unchecked(f"the service cannot compute a part of it: {error}")
+            found = result.sequences[0].token_ids
+            different = _first_difference(tokens[start:end], found)
+            if different is not None:
+                head = body.request_id, Verdict.DIFFERS, body.finished_unix_ns, body.error_code
+                checked = *unchecked("").checked, "recomputation"
+                other = found[different] if different < len(found) else None
+                return Finding(*head, checked, "", index, start + different, tokens[start + different], other)
+        finding = unchecked(_REST_IS_PROVED)
+        return replace(finding, checked=(*finding.checked, "recomputation"))
 
     def _log_probs_differ(self, statement: Statement, result: Result) -> str:
         nonce = statement.receipt.nonce
@@ -251,6 +296,7 @@ class Auditor:
         return likely[found] - likely[expected] if found in likely and expected in likely else None
 
 
+_REST_IS_PROVED = "other weights, or workers of another kind, computed a part of it; the rest is proved"
 _NO_ROWS = LogProbs((), 0, (), (), ())
 
 
@@ -325,6 +371,14 @@ def differing_leaves(expected: Statement, found: Statement) -> list[str]:
     ours, theirs = found.leaves, expected.leaves
     names = [name for name, digest in theirs.items() if name != "template" and ours.get(name) != digest]
     return [*names, *(name for name in ours if name not in theirs and name != "weights")]
+
+
+def place_of(expected: Statement, found: Statement) -> int | None:
+    """Return which of the later models of a receipt computed a request again; None if it was none of them."""
+    for place, model in enumerate(expected.later_models):
+        if not differing_leaves(replace(expected, model=model), found):
+            return place
+    return None
 
 
 def explain(differing: list[str], expected: Statement, found: Statement) -> str:

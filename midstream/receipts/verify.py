@@ -33,6 +33,7 @@ class Statement:
     receipt: pb.Receipt
     body: pb.ReceiptBody
     model: pb.ModelIdentity
+    later_models: tuple[pb.ModelIdentity, ...] = ()
 
     @property
     def leaves(self) -> dict[str, str]:
@@ -58,18 +59,23 @@ def check_receipt(receipt: pb.Receipt, keys: Mapping[str, ReceiptKey]) -> Statem
     try:
         body = pb.ReceiptBody.FromString(receipt.body)
         model = pb.ModelIdentity.FromString(body.model)
+        later = tuple(pb.ModelIdentity.FromString(item) for item in body.later_models)
     except DecodeError:
         raise ReceiptError("the signed contents are unreadable", field="body") from None
     if body.version != VERSION:
         raise ReceiptError(f"is {body.version}; this program reads version {VERSION}", field="version")
-    if body.model and (not model.leaves or model_root(model.leaves) != model.root):
+    if any(
+        not item.leaves or model_root(item.leaves) != item.root for item in ([model] if body.model else []) + [*later]
+    ):
         raise ReceiptError("the model's root does not belong to its leaves", field="model")
     for index, sequence in enumerate(body.sequences):
         if len(sequence.links) != -(-sequence.num_tokens // LINK_TOKENS):
             raise ReceiptError(
                 f"sequence {index} has {len(sequence.links)} links for {sequence.num_tokens} tokens", field="links"
             )
-    return Statement(receipt, body, model)
+        if len(sequence.kind_ends) != len(later) or sorted(sequence.kind_ends) != [*sequence.kind_ends]:
+            raise ReceiptError(f"sequence {index} does not say which model computed which tokens", field="kind_ends")
+    return Statement(receipt, body, model, later)
 
 
 def check_request(statement: Statement, contents_digest: bytes) -> None:

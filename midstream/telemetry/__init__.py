@@ -170,11 +170,23 @@ class _KeptCounter(Collector):
 class Metrics:
     """Prometheus metrics of the process, named `midstream:NAME`; those that gateways expect also have vLLM's names."""
 
-    def __init__(self, model: str = "") -> None:
-        """`model` is the label `model_name` of the metrics with vLLM's names."""
-        self._model = model
+    def __init__(self, model: str = "", whole: Metrics | None = None) -> None:
+        """Create metrics of the process, or of a part of it, which are exported with those of `whole` until `drop`.
+
+        Args:
+            model: The label `model_name` of the metrics with vLLM's names.
+        """
+        self._model, self._whole = model, whole
         self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
+        if whole is None:
+            ProcessCollector(registry=self.registry)
+        else:
+            whole.registry.register(self.registry)
+
+    def drop(self) -> None:
+        """Export the metrics of this part no longer."""
+        if self._whole is not None:
+            self._whole.registry.unregister(self.registry)
 
     def counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> PrometheusCounter:
         """Create a counter, exported as `midstream:NAME_total`."""

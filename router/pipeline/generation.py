@@ -82,6 +82,7 @@ from router.pipeline.stream_limits import StreamLimits
 from router.pipeline.streams import ClientStream
 from router.pipeline.virtual_tokens import put_table_first, take_embeddings
 from router.pipeline.wakeups import Waiter, Wakeups
+from router.pipeline.weights import WeightsAdmin
 
 logger = logging.getLogger(__name__)
 
@@ -243,6 +244,7 @@ class Runner:
         receipts: Looks up receipts.
         readers: Counts the clients that wait for a request's output, or for a scheduler to accept it.
         adapter_root: Folder from which adapters may be loaded by path; empty if that is disabled.
+        weights: Administration of the weights.
     """
 
     def __init__(
@@ -256,6 +258,7 @@ class Runner:
         self.pool = pool
         self.prompts = prompts
         self.adapter_root = config.adapter_root
+        self.weights = WeightsAdmin(cells, config.update_root, str(model.path))
         self._config = config
         is_auto = config.generation_config == "auto"
         self._defaults = generation_defaults(model) if is_auto else GenerationDefaults()

@@ -34,11 +34,14 @@ from scheduler.core.events import (
     Detached,
     DrainStarted,
     Event,
+    GenerationPaused,
+    GenerationResumed,
     Recovered,
     StepDone,
     StopWordFound,
     Submitted,
     Turn,
+    WeightsChanged,
     WeightsHashed,
     WorkerBeat,
     WorkerFailed,
@@ -52,6 +55,7 @@ from scheduler.core.in_flight import InFlightStep
 from scheduler.core.kind_waits import KindWaits
 from scheduler.core.lifecycle import Lifecycle
 from scheduler.core.membership import Membership
+from scheduler.core.pauses import Pauses
 from scheduler.core.placement import Placement
 from scheduler.core.request import FinishReason, Request
 from scheduler.core.request_scheduler import RequestScheduler
@@ -73,6 +77,7 @@ class SchedulerCore:
         lifecycle: All requests by id.
         membership: The worker groups.
         kind_waits: Requests that wait for a group of their kind.
+        pauses: Whether generation is paused.
         totals: Totals since the start.
     """
 
@@ -90,6 +95,7 @@ class SchedulerCore:
         self._verifier = Verifier(shared, self.membership, self._pause)
         self.kind_waits = KindWaits(shared, self.membership, self.lifecycle)
         self._placement = Placement(shared, scheduler, self.membership, self.lifecycle, self.kind_waits)
+        self.pauses = Pauses(shared, self.membership, self.lifecycle, self._pause)
         self._handovers = Handovers(shared, self.membership, self._placement)
         self._handlers: dict[type[Any], Callable[[Any], object]] = {
             Submitted: self._submit,
@@ -106,6 +112,9 @@ class SchedulerCore:
             WorkerFailed: self.membership.fail,
             StepDone: self._take_result,
             BlocksFetched: self._handovers.take_fetched,
+            WeightsChanged: self.membership.change_weights,
+            GenerationPaused: self.pauses.pause,
+            GenerationResumed: self.pauses.resume,
             Turn: self._turn,
             DrainStarted: self._start_drain,
         }
@@ -154,6 +163,7 @@ class SchedulerCore:
         request = self.lifecycle.submit(event)
         if request is None or self._placement.refuse_impossible(request):
             return
+        self.pauses.note_submitted(request)
         self._clients.note(event.spec.client_id)
         if not self.membership.has_usable_group:
             self.membership.watch_lack_of_workers()
@@ -219,9 +229,10 @@ class SchedulerCore:
             self._verifier.advance()
             if not self._commit_verified():
                 break
-        self._start_queued()
-        while self._plan_round():
+        if self.pauses.may_plan:
             self._start_queued()
+            while self._plan_round():
+                self._start_queued()
         for group in self.membership.groups.values():
             self.membership.flush_kv_changes(group)
         rows = (group.max_batch_size for group in self.membership.groups.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from scheduler.core.failure import Failure
-from scheduler.core.kind import Kind
+from scheduler.core.kind import EarlierKind, Kind
 from scheduler.core.prefix_cache import KvChange
 from scheduler.core.request import Request, Sequence
 from scheduler.core.stats import IterationStats
@@ -57,7 +57,7 @@ class KindSet:
     """The kind of the groups that compute a request from now on, to be committed.
 
     Attributes:
-        changed_at: As in Request.kind_changed_at.
+        changed_at: As in Request.kind_changed_at. earlier: As in Request.earlier_kinds.
         has_changed: Whether it replaces another kind.
     """
 
@@ -65,6 +65,7 @@ class KindSet:
     kind: Kind
     changed_at: tuple[int, ...] = ()
     has_changed: bool = False
+    earlier: tuple[EarlierKind, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

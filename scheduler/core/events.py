@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from scheduler.core.beams import BeamStep
 from scheduler.core.failure import Failure
-from scheduler.core.kind import Kind
+from scheduler.core.kind import EarlierKind, Kind
+from scheduler.core.pause_mode import PauseMode
 from scheduler.core.request import ExtraOutput, Finish, SequenceEnd
 from scheduler.core.request_spec import RequestSpec
 
@@ -33,7 +34,7 @@ class Recovered:
         finish: Set if the request has ended.
         beam_steps: Steps of its beam search.
         kind: Kind of the groups that computed its output; None if it has not started.
-        kind_changed_at: As in Request.
+        kind_changed_at, earlier_kinds: As in Request.
     """
 
     time_ns: int
@@ -45,6 +46,7 @@ class Recovered:
     beam_steps: tuple[BeamStep, ...] = ()
     kind: Kind | None = None
     kind_changed_at: tuple[int, ...] = ()
+    earlier_kinds: tuple[EarlierKind, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +250,30 @@ class BlocksFetched:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsChanged:
+    """All groups are to have these weights from now on; requests continue under them. The fields are as in Kind."""
+
+    time_ns: int
+    model_fingerprint: str
+    weights_root: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationPaused:
+    """No step runs from now on, until GenerationResumed."""
+
+    time_ns: int
+    mode: PauseMode
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResumed:
+    """Steps run again."""
+
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """All pending events have been applied: run timers, place requests, plan steps."""
 
@@ -276,6 +302,9 @@ Event = (
     | WorkerFailed
     | StepDone
     | BlocksFetched
+    | WeightsChanged
+    | GenerationPaused
+    | GenerationResumed
     | Turn
     | DrainStarted
 )

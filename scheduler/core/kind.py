@@ -23,12 +23,14 @@ class Kind:
     Attributes:
         weights_root: Empty until the group has hashed its weights completely.
         description: For people; equal kinds may have different ones.
+        weights_version: Name of the version of the weights; empty for those with which the workers were started.
     """
 
     model_fingerprint: str = ""
     weights_root: str = ""
     arithmetic: str = ""
     description: str = field(default="", compare=False)
+    weights_version: str = field(default="", compare=False)
 
     def agrees_with(self, other: Kind) -> bool:
         """Return whether, as far as is known, both give the same tokens for the same request."""
@@ -42,3 +44,15 @@ class Kind:
     def name(self) -> str:
         """A short digest, for logs and metrics."""
         return kind_name(self)
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierKind:
+    """A kind that computed tokens of a request before its current one.
+
+    Attributes:
+        ends: For each sequence, the number of its tokens when the next kind took over.
+    """
+
+    kind: Kind
+    ends: tuple[int, ...]

@@ -100,7 +100,7 @@ class Lifecycle:
             sequence.restore(tokens, event.extras[index] if index < len(event.extras) else ())
         for index, end in event.ends:
             request.sequences[index].finish(end)
-        request.restore_kind(event.kind, event.kind_changed_at)
+        request.restore_kind(event.kind, event.kind_changed_at, event.earlier_kinds)
         if event.finish is not None:
             self.requests.keep(request, self._clock.now_ns)  # its age is known only by the clock of another process
             return request

@@ -12,6 +12,7 @@ from scheduler.core.effects import EpochEnded, GroupJoined, GroupRefused, KindSe
 from scheduler.core.events import (
     BlocksFetched,
     StepDone,
+    WeightsChanged,
     WeightsHashed,
     WorkerBeat,
     WorkerFailed,
@@ -38,6 +39,7 @@ _MAX_LOST = 256
 # Heartbeats usually stop because the worker's machine or network stalls, so the first silence is not blamed on a
 # request.
 _MAX_SILENCES = 1
+_NOT_REPEATABLE = "its output is computed again after a restart of the scheduler, and the weights have changed since"
 
 
 class Membership:
@@ -47,6 +49,8 @@ class Membership:
         groups: Worker groups by epoch.
         on_change: Called when a request might find a group that it did not find before.
         on_loss: Called with the kind of a group whose epoch has ended.
+        weights: The weights that all groups are to have; None if any of the served model will do, as long as no update
+            has named them. A group with other weights gets nothing to run until it has changed them.
     """
 
     def __init__(self, shared: Shared, lifecycle: Lifecycle) -> None:
@@ -62,6 +66,7 @@ class Membership:
         self._no_worker_since_ns = 0
         self.on_change: Callable[[], None] = lambda: None
         self.on_loss: Callable[[Kind], None] = lambda _: None
+        self.weights: WeightsChanged | None = None
 
     def register(self, event: WorkerRegistered) -> None:
         """Register a group under a new epoch, which replaces an older epoch of the same group, or reject it."""
@@ -86,6 +91,7 @@ class Membership:
         epoch = (self._config.scheduler_epoch << _REGISTRATION_BITS) + self._num_registrations
         standing, stored = self._standings.of(event.group_id), self._note_stored(event)
         group = WorkerGroup(event, epoch, self._config, self._clock, self._clients, standing, stored)
+        group.note_outdated(is_outdated=self._is_outdated(group.kind))
         self.groups[epoch] = group
         self._effects.append(GroupJoined(event.connection, event.group_id, epoch))
         kept = group.prefix_cache.contents(group.tokens_per_block)
@@ -108,10 +114,11 @@ class Membership:
 
     def _problem(self, event: WorkerRegistered) -> tuple[str, str] | None:
         config, fingerprint = self._config, event.kind.model_fingerprint
+        is_wanted = self.weights is not None and fingerprint == self.weights.model_fingerprint
         wanted: tuple[tuple[str, object, object], ...] = (
             ("protocol_version", event.protocol_version, PROTOCOL_VERSION),
             ("vocab_size", event.vocab_size, config.vocab_size),
-            ("model_fingerprint", fingerprint, config.model_fingerprint or fingerprint),
+            ("model_fingerprint", fingerprint, fingerprint if is_wanted else config.model_fingerprint or fingerprint),
             ("max_attention_window", event.max_attention_window, config.max_attention_window),
             ("sink_token_length", event.sink_token_length, config.sink_token_length),
         )
@@ -142,6 +149,7 @@ class Membership:
             return
         kind = replace(group.kind, weights_root=event.weights_root)
         group.note_weights(kind, event.block_kind)
+        group.note_outdated(is_outdated=self._is_outdated(kind))
         for request in self._lifecycle.requests.values():
             if request.state is RequestState.FINISHED:
                 continue
@@ -150,11 +158,34 @@ class Membership:
                 self.note_kind(request, has_changed=request.counters.num_kind_changes > num_before)
         self.on_change()
 
+    def change_weights(self, event: WeightsChanged) -> None:
+        """Let all requests continue under these weights, and end the epochs of the groups that have others; they
+        register again once they have changed them.
+
+        Results that these groups have not delivered yet are dropped, so that all further tokens are of the new weights.
+        """
+        self.weights = event
+        for request in list(self._lifecycle.requests.values()):
+            if request.state is RequestState.FINISHED or request.kind is None or not self._is_outdated(request.kind):
+                continue
+            if request.is_repeated and request.is_bound:
+                self._lifecycle.end(request, FinishReason.ERROR, Failure(UNAVAILABLE, _NOT_REPEATABLE))
+            else:
+                request.allow_change_of_kind()
+        for group in list(self.groups.values()):
+            if self._is_outdated(group.kind):
+                self.end_epoch(group, "its weights are replaced")
+        self.on_change()
+
+    def _is_outdated(self, kind: Kind) -> bool:
+        return self.weights is not None and kind.weights_root != self.weights.weights_root
+
     def note_kind(self, request: Request, *, has_changed: bool) -> None:
         """Commit the kind of the groups that compute a request."""
         if has_changed:
             self._totals.num_kind_changes += 1
-        self._effects.append(KindSet(request, request.known_kind, request.kind_changed_at, has_changed))
+        changed_at, earlier = request.kind_changed_at, request.earlier_kinds
+        self._effects.append(KindSet(request, request.known_kind, changed_at, has_changed, earlier))
 
     def suits(self, request: Request, group: WorkerGroup) -> bool:
         """Return whether the group computes the same tokens as the groups on which the request ran, or may compute

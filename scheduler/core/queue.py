@@ -383,6 +383,9 @@ class RequestQueue:
 
     def _add_again(self, request: Request) -> None:
         if request in self._waiting:
+            has_place = request in self._held or request in self._returned_requests or request in self._num_charged
+            if not has_place:  # the entry of a new request, which is deleted later, would be valid again
+                self._fair[request.spec.priority].withdraw(request)
             self.remove(request)
         self._add(request)
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from scheduler.core.beams import BeamSearch, BeamStep, Candidate
 from scheduler.core.failure import Failure
-from scheduler.core.kind import Kind
+from scheduler.core.kind import EarlierKind, Kind
 from scheduler.core.request_spec import RequestSpec
 
 # `first_ordinal` of a sequence whose results are ignored: it is not on a worker, or has ended.
@@ -497,6 +497,7 @@ class Request:
         beams: Its beam search, if any.
         kind: Kind of the groups that compute its tokens; None before its first start.
         kind_changed_at: For each sequence, the number of its tokens when the kind first changed; empty if it has not.
+        earlier_kinds: The kinds that computed its first tokens, oldest first, with the lengths up to which they did.
         is_repeated: Whether tokens that were shown are computed again, because the journal has no output.
         may_change_kind: Whether it may start on a group of another kind.
         unproven_on: Incarnations of the groups on which it ran before they had hashed their weights.
@@ -526,6 +527,7 @@ class Request:
     beams: BeamLanes | None = None
     kind: Kind | None = None
     kind_changed_at: tuple[int, ...] = ()
+    earlier_kinds: tuple[EarlierKind, ...] = ()
     is_repeated: bool = False
     may_change_kind: bool = False
     unproven_on: tuple[int, ...] = ()
@@ -665,7 +667,9 @@ class Request:
             self.kind = kind
         elif not self.kind.agrees_with(kind):
             assert was_free
-            self._change_kind(kind, tuple(len(sequence.output) for sequence in self.sequences))
+            lengths = self._num_chosen_tokens
+            self.earlier_kinds += (EarlierKind(self.kind, lengths),)
+            self._change_kind(kind, lengths)
         elif kind.weights_root:
             self.kind = kind
         return before != (self.kind, self.kind_changed_at)
@@ -692,9 +696,27 @@ class Request:
         self.kind_changed_at = tuple(map(min, self.kind_changed_at or offsets, offsets))
         self.counters.num_kind_changes += 1
 
-    def restore_kind(self, kind: Kind | None, changed_at: tuple[int, ...]) -> None:
-        """Set the kind under an earlier scheduler."""
+    @property
+    def _num_chosen_tokens(self) -> tuple[int, ...]:
+        """For each sequence, the number of its tokens; those of beams are in the steps of the search until it ends."""
+        if self.beams is not None:
+            return (len(self.beams.search.steps),) * len(self.sequences)
+        return tuple([len(sequence.output) for sequence in self.sequences])
+
+    @property
+    def kind_parts(self) -> tuple[tuple[EarlierKind, ...], Kind] | None:
+        """The kinds that computed its tokens; None before its first start, or if it is not certain because weights
+        turned out to differ only after they had computed tokens.
+        """
+        if self.kind is None:
+            return None
+        first = self.earlier_kinds[0].ends if self.earlier_kinds else ()
+        return (self.earlier_kinds, self.kind) if self.kind_changed_at == first else None
+
+    def restore_kind(self, kind: Kind | None, changed_at: tuple[int, ...], earlier: tuple[EarlierKind, ...]) -> None:
+        """Set the kinds under an earlier scheduler. Call it after the output was restored."""
         self.kind, self.kind_changed_at = kind, changed_at
+        self.earlier_kinds = earlier
         self.is_repeated = kind is not None and self.spec.tensor_bytes > 0
 
     def attach(self) -> None:

@@ -114,6 +114,8 @@ class WorkerGroup:
         has_state: Whether blocks hold a recurrent state after their last token, which can be used only at the end of a
             block.
         standing: Its fault record over all epochs.
+        is_outdated: Whether it has other weights than all groups are to have, and gets nothing to run until it has
+            changed them.
         tables: Block tables of its sequences.
         clients: Tracks whether several clients send requests. pace: Decides when the next step is planned.
         active: Requests that hold blocks here, in the order in which they started.
@@ -158,6 +160,7 @@ class WorkerGroup:
         self.tables = BlockTables(config, self.blocks, self.tokens_per_block, clock, registration.attention_window)
         self.adapters = AdapterRoom(registration.lora_cache_bytes)
         self.standing = standing
+        self.is_outdated = False
         self.has_state = "recurrent_state" in registration.features
         self._clock = clock
         self.clients = clients
@@ -210,8 +213,21 @@ class WorkerGroup:
 
     @property
     def is_held_off(self) -> bool:
-        """Whether the group is held off, so that it gets nothing to run for a while."""
-        return self.standing.is_held(self._clock.now_ns)
+        """Whether the group is held off, so that it gets nothing to run for a while: because of its faults, or until it
+        has changed its weights.
+        """
+        return self.is_outdated or self.standing.is_held(self._clock.now_ns)
+
+    @property
+    def reason_held_off(self) -> str:
+        """Why the group gets nothing to run; empty if it does."""
+        if self.standing.is_held(self._clock.now_ns):
+            return self.standing.reason
+        return "it changes its weights" if self.is_outdated else ""
+
+    def note_outdated(self, *, is_outdated: bool) -> None:
+        """Record whether the group has other weights than all groups are to have."""
+        self.is_outdated = is_outdated
 
     @property
     def can_verify(self) -> bool:

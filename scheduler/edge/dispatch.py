@@ -28,7 +28,7 @@ from scheduler.core.events import StepDone, WorkerFailed, WorkerLost
 from scheduler.edge.worker_keys import WorkerKeys
 from scheduler.wire.prompt_tables import table_parts
 from scheduler.wire.worker_checks import WrongMessageError
-from scheduler.wire.worker_messages import WorkerEvent, decode_worker_message, encode_step
+from scheduler.wire.worker_messages import WorkerAnswer, WorkerEvent, decode_worker_message, encode_step
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ class Dispatcher:
         self.num_unsent = 0
         self.num_refused = 0
         self.on_adapter_result: Callable[[worker_pb2.LoraResult], None] = lambda _: None
+        self.on_weights_prepared: Callable[[worker_pb2.WeightsPrepared], None] = lambda _: None
         self.on_image_result: Callable[[worker_pb2.ImageEncoded], None] = lambda _: None
         self._heartbeat_interval_ms = heartbeat_interval_ms
         self._worker_timeout_ms = worker_timeout_ms
@@ -223,7 +224,7 @@ class Dispatcher:
             event = decode_worker_message(frames[1], connection, self._clock.now_ns())
             if isinstance(event, StepDone) and connection in self._outputs:
                 return self._with_outputs(event, self._outputs.pop(connection))
-            if isinstance(event, worker_pb2.StepOutputs | worker_pb2.LoraResult | worker_pb2.ImageEncoded):
+            if isinstance(event, WorkerAnswer):
                 if self._epochs.get(connection) == event.epoch:
                     self._take(connection, event)
                 return None
@@ -238,14 +239,14 @@ class Dispatcher:
             return WorkerFailed(self._clock.now_ns(), connection, f"its message cannot be read: {error}")
         return event
 
-    def _take(
-        self, connection: bytes, message: worker_pb2.StepOutputs | worker_pb2.LoraResult | worker_pb2.ImageEncoded
-    ) -> None:
+    def _take(self, connection: bytes, message: WorkerAnswer) -> None:
         """Process a message of the sender's current epoch that is not an event of the core."""
         if isinstance(message, worker_pb2.StepOutputs):
             self._hold_outputs(connection, message)
         elif isinstance(message, worker_pb2.LoraResult):
             self.on_adapter_result(message)
+        elif isinstance(message, worker_pb2.WeightsPrepared):
+            self.on_weights_prepared(message)
         else:
             self.on_image_result(message)
 
@@ -314,6 +315,10 @@ class Dispatcher:
         """Ask a worker to unload an adapter."""
         unload = worker_pb2.UnloadLoraAdapter(fingerprint=fingerprint, epoch=epoch)
         self._send_message(connection, worker_pb2.SchedulerMessage(unload_lora=unload))
+
+    def send_weights(self, connection: bytes, message: worker_pb2.SchedulerMessage) -> None:
+        """Send a command about weights; the answer is passed to `on_weights_prepared`."""
+        self._send_message(connection, message)
 
     def send_image(self, connection: bytes, epoch: int, image_id: int, data: bytes) -> None:
         """Ask a worker to encode an image; its answer is passed to `on_image_result`."""

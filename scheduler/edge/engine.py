@@ -110,6 +110,7 @@ class Engine:
         self._entries: list[JournalEntry] = []  # entries of this turn, to be committed
         self._timer: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
+        self._awaited: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._uncommitted: dict[str, list[Callable[[], None]]] = {}
         self.on_joined: Callable[[bytes, int], None] = lambda *_: None
         self.on_ended: list[Callable[[Request, bool], None]] = []
@@ -208,6 +209,18 @@ class Engine:
         self._turn_soon()
         await self._idle.wait()
 
+    async def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Return once a condition on the core's state holds, which is checked after each Turn."""
+        if holds():
+            return
+        entry = holds, self._loop.create_future()
+        self._awaited.append(entry)
+        self._turn_soon()
+        try:
+            await entry[1]
+        finally:
+            self._awaited.remove(entry)
+
     def close(self) -> None:
         """Commit the remaining entries and cancel the timer."""
         self._commit()
@@ -304,6 +317,9 @@ class Engine:
         self._arm()
 
     def _check_idle(self) -> None:
+        for holds, future in self._awaited:
+            if not future.done() and holds():
+                future.set_result(None)
         if not self.core.lifecycle.num_unfinished and not any(feed.num_attached for feed in self.hub.feeds):
             self._idle.set()
 

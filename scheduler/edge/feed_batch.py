@@ -7,7 +7,8 @@ from typing import Protocol
 
 from midstream.clock import SteadyClock
 from midstream.errors import MidstreamError
-from protos import generation_pb2, scheduler_pb2, worker_pb2
+from midstream.kind_names import DEFAULT_VERSION
+from protos import generation_pb2, scheduler_pb2, weights_pb2, worker_pb2
 from scheduler.core.request import Request, Sequence, SequenceEnd
 
 MAX_BYTES = 8 << 20  # maximum bytes of a batch other than its tokens; the last item may exceed it
@@ -169,6 +170,7 @@ class FeedBatchBuilder:
             matched_stop_word=end.stop_word,
             matched_stop_token_id=end.stop_token_id,
             cumulative_log_prob=end.cumulative_log_prob,
+            weights=weights_parts(sequence, end.num_tokens),
         )
 
     def _add_over(self, reader: Reader, request: Request) -> None:
@@ -214,3 +216,23 @@ def perf_metrics_of(request: Request, clock: SteadyClock) -> generation_pb2.Perf
         num_steps=request.num_decoding_steps,
         num_kind_changes=request.counters.num_kind_changes,
     )
+
+
+def weights_parts(sequence: Sequence, num_tokens: int) -> list[weights_pb2.WeightsPart]:
+    """Return the versions of the weights that computed a sequence's first tokens; none before the first change."""
+    parts = sequence.request.kind_parts
+    if parts is None or not (parts[0] or parts[1].weights_version):
+        return []
+    earlier, kind = parts
+    starts = [0, *(item.ends[sequence.index] for item in earlier)]
+    found: list[weights_pb2.WeightsPart] = []
+    for start, computing in zip(starts, [*(item.kind for item in earlier), kind], strict=True):
+        version = weights_pb2.WeightsPart(
+            from_token=start, version=computing.weights_version or DEFAULT_VERSION, weights_root=computing.weights_root
+        )
+        if found and (start >= num_tokens or found[-1].weights_root == version.weights_root):
+            continue
+        if found and found[-1].from_token == start:
+            found.pop()
+        found.append(version)
+    return found

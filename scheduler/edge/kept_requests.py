@@ -129,6 +129,7 @@ class KeptRequests:
             request.finish,
             kind=request.kind,
             kind_changed_at=request.kind_changed_at,
+            earlier_kinds=request.earlier_kinds,
         )
         return journal_pb2.KeptRequest(
             request=seal(encode_request(request, self._model_fingerprint, clock)),

@@ -223,11 +223,13 @@ class Receipts:
 def receipt_body(request: Request, accepted: generation_pb2.GenerateRequest, clock: SteadyClock) -> bytes:
     """Return the receipt's body of an ended request; `accepted` is its payload."""
     spec, nonce = request.spec, request.spec.receipt_nonce
+    models = _models(request, accepted.template_fingerprint)
     body = receipts_pb2.ReceiptBody(
         version=VERSION,
         request_id=spec.request_id,
         request_digest=request_digest(nonce, spec.contents_digest),
-        model=_model(request, accepted.template_fingerprint),
+        model=models[0] if models else b"",
+        later_models=models[1:],
         seed=accepted.sampling.seed,
         prompt_tokens=len(spec.prompt),
         finished_unix_ns=clock.to_unix_ns(request.times.finished_ns),
@@ -241,6 +243,8 @@ def receipt_body(request: Request, accepted: generation_pb2.GenerateRequest, clo
         item.links.extend(links_of(nonce, index, tokens if len(tokens) == end.num_tokens else tokens[: end.num_tokens]))
         if request.kind_changed_at:
             item.kind_changed_at = request.kind_changed_at[index]
+        if len(models) > 1:
+            item.kind_ends.extend(min(earlier.ends[index], end.num_tokens) for earlier in request.earlier_kinds)
         if spec.wants_log_probs:
             item.log_probs_digest = log_probs_digest(nonce, index, _log_probs(sequence.outputs, end.num_tokens))
     if accepted.HasField("output") and accepted.output.HasField("prompt_log_probs"):
@@ -249,12 +253,19 @@ def receipt_body(request: Request, accepted: generation_pb2.GenerateRequest, clo
     return body.SerializeToString()
 
 
-def _model(request: Request, template: str) -> bytes:
-    kind, spec = request.kind, request.spec
-    if kind is None:
-        return b""
-    digests = kind.model_fingerprint, kind.weights_root, kind.arithmetic, spec.tokenizer_fingerprint, template
-    return _identity(kind.description, *digests, spec.lora_key, spec.prompt_key)
+def _models(request: Request, template: str) -> list[bytes]:
+    """Return the identities of what computed a request, in order; the last one alone if the order is not certain."""
+    spec, parts = request.spec, request.kind_parts
+    kinds = [request.kind] if parts is None else [*(earlier.kind for earlier in parts[0]), parts[1]]
+    tokenizer = spec.tokenizer_fingerprint
+    return [
+        _identity(
+            kind.description, kind.model_fingerprint, kind.weights_root, kind.arithmetic, tokenizer, template,
+            spec.lora_key, spec.prompt_key,
+        )
+        for kind in kinds
+        if kind is not None
+    ]  # fmt: skip
 
 
 _LEAVES = ("model", "weights", "arithmetic", "tokenizer", "template", "adapter", "prompt")

@@ -23,6 +23,7 @@ from protos import (
     scheduler_pb2_grpc,
     stats_pb2,
     status_pb2,
+    weights_pb2,
 )
 from scheduler.core.effects import Accepted
 from scheduler.core.events import AbortRequested
@@ -39,6 +40,7 @@ from scheduler.edge.payloads import Payloads
 from scheduler.edge.receipts import Receipts
 from scheduler.edge.status import CellStatusReport, detokenizer_infos
 from scheduler.edge.submissions import Submissions
+from scheduler.edge.weights import Weights
 from scheduler.journal import LoadedAdapter
 from scheduler.journal.documents import Documents
 from scheduler.wire.kinds import kind_to_proto
@@ -66,6 +68,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         *,
         model: ModelFolder,
         limits: ModelLimits,
+        weights: Weights,
         cell: str,
         policies: tuple[str, str, str],
         max_stored_bytes: int,
@@ -79,6 +82,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
             receipts: Receipts of ended requests; None if they are off.
             payloads: Requests and answers that are stored for audits; None if they are not.
             documents: Where routers store files and batches.
+            weights: The version of the workers' weights.
             policies: Names of the capacity policy, the batching type and the journal, for GetServerInfo.
             max_stored_bytes: Maximum bytes of documents that one owner may store.
             frames: Accepts the connections of detokenizers and routers.
@@ -95,6 +99,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         self._model = model
         self._limits = limits
         self._cell = cell
+        self._weights = weights
         self._policies = policies
         self._started_ns = engine.now_ns()
         self._status = CellStatusReport(engine.core, engine.hub, cell)
@@ -258,7 +263,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
                     num_active_sequences=group.max_batch_size - group.num_free_rows,
                     num_placed_requests=group.num_placed,
                     num_steps=group.next_step_id - 1,
-                    held_off=group.standing.reason if group.is_held_off else "",
+                    held_off=group.reason_held_off,
                     kind=kind_to_proto(group.kind),
                 )
                 for group in core.groups
@@ -346,6 +351,29 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
 
     async def ListLoras(self, request: loads_pb2.ListLorasRequest, context: object) -> loads_pb2.ListLorasResponse:
         return loads_pb2.ListLorasResponse(loras=map(_lora_info, self._adapters.loaded()))
+
+    async def UpdateWeights(
+        self, request: weights_pb2.UpdateWeightsRequest, context: object
+    ) -> weights_pb2.UpdateWeightsResponse:
+        """Replace the weights of all workers."""
+        return await self._weights.update(request)
+
+    async def GetWeightsVersion(
+        self, request: weights_pb2.GetWeightsVersionRequest, context: object
+    ) -> weights_pb2.GetWeightsVersionResponse:
+        return weights_pb2.GetWeightsVersionResponse(cells=[self._weights.state()])
+
+    async def PauseGeneration(
+        self, request: weights_pb2.PauseGenerationRequest, context: object
+    ) -> weights_pb2.PauseGenerationResponse:
+        """Return once no step runs."""
+        return weights_pb2.PauseGenerationResponse(num_requests=await self._weights.pause(request.mode))
+
+    async def ResumeGeneration(
+        self, request: weights_pb2.ResumeGenerationRequest, context: object
+    ) -> weights_pb2.ResumeGenerationResponse:
+        self._weights.resume()
+        return weights_pb2.ResumeGenerationResponse()
 
 
 def _lora_info(adapter: LoadedAdapter) -> loads_pb2.LoraInfo:

@@ -112,6 +112,7 @@ class CellStatusReport:
             num_stored_blocks=len(group.stored),
             kind=kind_to_proto(group.kind),
             is_wrong=group.standing.is_wrong,
+            is_outdated=group.is_outdated,
         )
         since_ns = group.awaited_since_ns
         if since_ns is not None:

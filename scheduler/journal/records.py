@@ -16,10 +16,10 @@ from protos import journal_pb2 as pb
 from scheduler.core.beams import BeamStep
 from scheduler.core.events import Recovered
 from scheduler.core.failure import Failure
-from scheduler.core.kind import Kind
+from scheduler.core.kind import EarlierKind, Kind
 from scheduler.core.request import Counters, ExtraOutput, Finish, FinishReason, Request, RequestTimes, SequenceEnd
 from scheduler.journal.store import StoredJournal, unseal
-from scheduler.wire.kinds import kind_from_proto, kind_to_proto
+from scheduler.wire.kinds import earlier_from_proto, earlier_to_proto, kind_from_proto, kind_to_proto
 from scheduler.wire.requests import ModelLimits, spec_from_proto
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class StoredRequest:
     Attributes:
         is_changed: Whether commits since the last compaction have changed it.
         first_commit: Commits before this one are included in its row.
-        kind: Kind of the groups that computed its output. kind_changed_at: As in Request.
+        kind: Kind of the groups that computed its output. kind_changed_at, earlier_kinds: As in Request.
         links: The stored links of the chain over each sequence's tokens, oldest first.
     """
 
@@ -50,6 +50,7 @@ class StoredRequest:
     first_commit: int = 0
     kind: Kind | None = None
     kind_changed_at: tuple[int, ...] = ()
+    earlier_kinds: tuple[EarlierKind, ...] = ()
     links: dict[int, list[bytes]] = field(default_factory=dict)
 
     @property
@@ -84,7 +85,7 @@ class StoredRequest:
             add_end(record, self.number, index, end)
         add_beam_steps(record, self.number, self.beam_steps)
         if self.kind is not None:
-            add_kind(record, self.number, self.kind, self.kind_changed_at)
+            add_kind(record, self.number, self.kind, self.kind_changed_at, self.earlier_kinds)
         if self.finish is not None:
             add_finish(record, self.number, self.finish, clock)
         return record.SerializeToString()
@@ -119,6 +120,7 @@ class StoredRequest:
             beam_steps=tuple(self.beam_steps),
             kind=self.kind,
             kind_changed_at=self.kind_changed_at,
+            earlier_kinds=self.earlier_kinds,
         )
 
 
@@ -161,8 +163,10 @@ def add_end(record: pb.JournalCommit, number: int, index: int, end: SequenceEnd)
     )
 
 
-def add_kind(record: pb.JournalCommit, number: int, kind: Kind, changed_at: tuple[int, ...]) -> None:
-    record.kinds.add(request=number, kind=kind_to_proto(kind), changed_at=changed_at)
+def add_kind(
+    record: pb.JournalCommit, number: int, kind: Kind, changed_at: tuple[int, ...], earlier: tuple[EarlierKind, ...]
+) -> None:
+    record.kinds.add(request=number, kind=kind_to_proto(kind), changed_at=changed_at, earlier=earlier_to_proto(earlier))
 
 
 def add_beam_steps(record: pb.JournalCommit, number: int, steps: Iterable[BeamStep]) -> None:
@@ -317,6 +321,7 @@ def _apply_kinds(record: pb.JournalCommit, requests: dict[int, StoredRequest], m
         if item.request in requests:
             found = requests[item.request]
             found.kind, found.kind_changed_at = kind_from_proto(item.kind), tuple(item.changed_at)
+            found.earlier_kinds = earlier_from_proto(item.earlier)
             found.is_changed |= marks
 
 

@@ -21,7 +21,7 @@ from scheduler.core.effects import (
     SequenceEnded,
 )
 from scheduler.core.events import Recovered
-from scheduler.core.kind import Kind
+from scheduler.core.kind import EarlierKind, Kind
 from scheduler.core.request import ExtraOutput, Request, Sequence
 from scheduler.journal import AdapterLoaded, AdapterUnloaded, JournalEntry
 from scheduler.journal.adapters import encode_adapter
@@ -43,7 +43,7 @@ class Kept:
         num_bytes: Approximate size of its output.
         request_bytes: Approximate size of the accepted request.
         num_beam_steps: Number of steps of its beam search.
-        kind: The stored kind. kind_changed_at: As in Request.
+        kind: The stored kind. kind_changed_at, earlier_kinds: As in Request.
         has_ended: Whether each sequence's end is stored. is_over: Whether the request's end is stored.
         links: The last complete link of the chain over each sequence's tokens, once there is one; see JournalLink.
     """
@@ -58,6 +58,7 @@ class Kept:
     request_bytes: int = 0
     kind: Kind | None = None
     kind_changed_at: tuple[int, ...] = ()
+    earlier_kinds: tuple[EarlierKind, ...] = ()
     links: dict[int, bytes] = field(default_factory=dict)
 
 
@@ -241,8 +242,8 @@ class RowWriter:
 
     def _set_kind(self, entry: KindSet, record: pb.JournalCommit) -> None:
         kept = self._kept[entry.request.request_id]
-        kept.kind, kept.kind_changed_at = entry.kind, entry.changed_at
-        add_kind(record, kept.number, entry.kind, entry.changed_at)
+        kept.kind, kept.kind_changed_at, kept.earlier_kinds = entry.kind, entry.changed_at, entry.earlier
+        add_kind(record, kept.number, entry.kind, entry.changed_at, entry.earlier)
         self._mark_changed(entry.request, kept, 0)
 
     def _end_sequence(self, sequence: Sequence, record: pb.JournalCommit) -> None:
@@ -326,6 +327,7 @@ def _stored(request: Request, kept: Kept) -> StoredRequest:
         {s.index: s.end for s in request.sequences if kept.has_ended[s.index] and s.end is not None},
         kind=kept.kind,
         kind_changed_at=kept.kind_changed_at,
+        earlier_kinds=kept.earlier_kinds,
     )
     if kept.is_over:
         stored.finish = request.finish
@@ -347,5 +349,6 @@ def kept_of(stored: StoredRequest) -> Kept:
         len(stored.recovered.spec.payload),
         stored.kind,
         stored.kind_changed_at,
+        stored.earlier_kinds,
         {index: links[-1] for index, links in enumerate(stored.complete_links) if links},
     )

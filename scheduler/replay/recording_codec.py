@@ -18,11 +18,14 @@ from scheduler.core.events import (
     Detached,
     DrainStarted,
     Event,
+    GenerationPaused,
+    GenerationResumed,
     Recovered,
     StepDone,
     StopWordFound,
     Submitted,
     Turn,
+    WeightsChanged,
     WeightsHashed,
     WorkerBeat,
     WorkerFailed,
@@ -30,10 +33,11 @@ from scheduler.core.events import (
     WorkerLost,
     WorkerRegistered,
 )
+from scheduler.core.pause_mode import PauseMode
 from scheduler.core.request import Finish, FinishReason, RequestTimes, SequenceEnd
 from scheduler.core.request_spec import RequestSpec, RetentionRange
-from scheduler.wire.kinds import kind_from_proto, kind_to_proto
-from scheduler.wire.worker_messages import REGISTRATION_FIELDS, STEP_LISTS, decode_worker_message
+from scheduler.wire.kinds import earlier_from_proto, earlier_to_proto, kind_from_proto, kind_to_proto
+from scheduler.wire.worker_messages import REGISTRATION_FIELDS, STEP_LISTS, WorkerAnswer, decode_worker_message
 
 _OTHER_SPEC_FIELDS = {
     "prompt", "stop_token_ids", "stop_sequences", "stop_words", "retention", "deadline_ns", "decode_duration_ns"
@@ -100,7 +104,7 @@ def encode_record(event: Event, outcome: Outcome) -> pb.Record:
         for name in ("request_id", "sequence_index", "num_tokens", "stop_word"):
             setattr(record.stop_word_found, name, getattr(event, name))
     else:
-        record.drain_started = True
+        _encode_administration(event, record)
     encode_outcome(outcome, record)
     return record
 
@@ -123,7 +127,7 @@ def decode_event(record: pb.Record) -> Event:
     if kind == "worker_message":
         message = record.worker_message
         event = decode_worker_message(message.frame, message.connection, time_ns)
-        assert not isinstance(event, worker_pb2.LoraResult | worker_pb2.StepOutputs | worker_pb2.ImageEncoded)
+        assert not isinstance(event, WorkerAnswer)
         return event
     if kind == "worker_failed":
         return WorkerFailed(time_ns, record.worker_failed.connection, record.worker_failed.reason)
@@ -134,11 +138,36 @@ def decode_event(record: pb.Record) -> Event:
     if kind == "stop_word_found":
         found = record.stop_word_found
         return StopWordFound(time_ns, found.request_id, found.sequence_index, found.num_tokens, found.stop_word)
-    if kind == "drain_started":
-        return DrainStarted(time_ns)
     for event_type, name in _WITH_ONE_FIELD.items():
         if kind == name:
             return event_type(time_ns, getattr(record, name))
+    return _decode_administration(record)
+
+
+def _encode_administration(
+    event: DrainStarted | WeightsChanged | GenerationPaused | GenerationResumed, record: pb.Record
+) -> None:
+    if isinstance(event, WeightsChanged):
+        record.weights_changed.model_fingerprint = event.model_fingerprint
+        record.weights_changed.weights_root = event.weights_root
+    elif isinstance(event, GenerationPaused):
+        record.generation_paused = event.mode
+    elif isinstance(event, GenerationResumed):
+        record.generation_resumed = True
+    else:
+        record.drain_started = True
+
+
+def _decode_administration(record: pb.Record) -> Event:
+    kind, time_ns = record.WhichOneof("event"), record.time_ns
+    if kind == "drain_started":
+        return DrainStarted(time_ns)
+    if kind == "weights_changed":
+        return WeightsChanged(time_ns, record.weights_changed.model_fingerprint, record.weights_changed.weights_root)
+    if kind == "generation_paused":
+        return GenerationPaused(time_ns, PauseMode(record.generation_paused))
+    if kind == "generation_resumed":
+        return GenerationResumed(time_ns)
     raise ValueError(f"unknown event kind in a record: {kind or 'none'}")
 
 
@@ -167,6 +196,7 @@ def _encode_recovered(event: Recovered, message: pb.RecordedRecovery) -> None:
     if event.kind is not None:
         message.kind.CopyFrom(kind_to_proto(event.kind))
     message.kind_changed_at.extend(event.kind_changed_at)
+    message.earlier_kinds.extend(earlier_to_proto(event.earlier_kinds))
 
 
 def _decode_recovered(message: pb.RecordedRecovery, time_ns: int) -> Recovered:
@@ -187,6 +217,7 @@ def _decode_recovered(message: pb.RecordedRecovery, time_ns: int) -> Recovered:
         ),
         kind=kind_from_proto(message.kind) if message.HasField("kind") else None,
         kind_changed_at=tuple(message.kind_changed_at),
+        earlier_kinds=earlier_from_proto(message.earlier_kinds),
     )
 
 

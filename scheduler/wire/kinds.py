@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from protos import kind_pb2
-from scheduler.core.kind import Kind
+from scheduler.core.kind import EarlierKind, Kind
 
 
 def kind_to_proto(kind: Kind) -> kind_pb2.WorkerKind:
@@ -13,9 +15,26 @@ def kind_to_proto(kind: Kind) -> kind_pb2.WorkerKind:
         weights_root=kind.weights_root,
         arithmetic=kind.arithmetic,
         description=kind.description,
+        weights_version=kind.weights_version,
     )
 
 
 def kind_from_proto(message: kind_pb2.WorkerKind) -> Kind:
     """Build this from the protobuf message."""
-    return Kind(message.model_fingerprint, message.weights_root, message.arithmetic, message.description)
+    return Kind(
+        message.model_fingerprint,
+        message.weights_root,
+        message.arithmetic,
+        message.description,
+        message.weights_version,
+    )
+
+
+def earlier_to_proto(earlier: Iterable[EarlierKind]) -> list[kind_pb2.EarlierKind]:
+    """Return the messages for a request's earlier kinds."""
+    return [kind_pb2.EarlierKind(kind=kind_to_proto(item.kind), ends=item.ends) for item in earlier]
+
+
+def earlier_from_proto(messages: Iterable[kind_pb2.EarlierKind]) -> tuple[EarlierKind, ...]:
+    """Return a request's earlier kinds."""
+    return tuple(EarlierKind(kind_from_proto(item.kind), tuple(item.ends)) for item in messages)

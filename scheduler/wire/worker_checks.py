@@ -30,7 +30,7 @@ _REGISTERED_NAMES = (
     "kv_source",
     "block_kind",
 )
-_KIND_NAMES = ("model_fingerprint", "weights_root", "arithmetic", "description")
+_KIND_NAMES = ("model_fingerprint", "weights_root", "arithmetic", "description", "weights_version")
 _ITEM_BYTES = {
     generation_pb2.Tensor.DTYPE_FLOAT32: 4,
     generation_pb2.Tensor.DTYPE_FLOAT16: 2,
@@ -75,6 +75,8 @@ def check_worker_message(message: worker_pb2.WorkerMessage) -> None:
         _check_adapter(message.lora_result)
     elif kind == "image_encoded":
         _check_image(message.image_encoded)
+    elif kind == "weights_prepared":
+        _check_prepared(message.weights_prepared)
 
 
 def _check_registration(message: worker_pb2.Register) -> None:
@@ -175,6 +177,13 @@ def _check_adapter(result: worker_pb2.LoraResult) -> None:
     _check_range("rank", (result.rank,), _MAX_COUNT)
     _check_range("num_virtual_tokens", (result.num_virtual_tokens,), _MAX_COUNT)
     _check_range("num_bytes", (result.num_bytes,), _MAX_BYTES)
+    if result.HasField("error"):
+        _check_error(result.error)
+
+
+def _check_prepared(result: worker_pb2.WeightsPrepared) -> None:
+    _check_text("model_fingerprint", result.model_fingerprint, MAX_NAME)
+    _check_text("weights_root", result.weights_root, MAX_NAME)
     if result.HasField("error"):
         _check_error(result.error)
 

@@ -42,10 +42,11 @@ WorkerEvent = (
     WorkerRegistered | WeightsHashed | WorkerBeat | WorkerLeft | WorkerLost | WorkerFailed | StepDone | BlocksFetched
 )
 
+# Messages that are not events of the core.
+WorkerAnswer = worker_pb2.LoraResult | worker_pb2.StepOutputs | worker_pb2.ImageEncoded | worker_pb2.WeightsPrepared
 
-def decode_worker_message(
-    frame: bytes, connection: bytes, time_ns: int
-) -> WorkerEvent | worker_pb2.LoraResult | worker_pb2.StepOutputs | worker_pb2.ImageEncoded:
+
+def decode_worker_message(frame: bytes, connection: bytes, time_ns: int) -> WorkerEvent | WorkerAnswer:
     """Return the event for a worker's message.
 
     Raises:
@@ -73,6 +74,8 @@ def decode_worker_message(
         return message.lora_result
     if kind == "image_encoded":
         return message.image_encoded
+    if kind == "weights_prepared":
+        return message.weights_prepared
     if kind == "step_outputs":
         return message.step_outputs
     raise ValueError("the message is empty")

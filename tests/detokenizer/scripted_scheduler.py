@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from midstream.clock import SteadyClock
-from midstream.errors import NotFoundError, UnavailableError
+from midstream.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from midstream.rpc.frames import FrameConnection, FrameServer, Pump
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
@@ -22,6 +22,7 @@ from protos import (
     scheduler_pb2_grpc,
     stats_pb2,
     status_pb2,
+    weights_pb2,
 )
 from protos import generation_pb2 as pb
 from scheduler.edge.document_calls import DocumentCalls
@@ -97,6 +98,10 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         self.kv_events: list[stats_pb2.KvEvent] = []
         self.keeps_watchers = False
         self.kind_changed_at: tuple[int, ...] = ()  # of every request
+        self.weights = weights_pb2.CellWeights(
+            cell="cell", version=weights_pb2.WeightsVersion(version="default", path="/models/base"), num_groups=1
+        )
+        self.weights_calls: list[Any] = []
         self.changed = asyncio.Event()
         self.server: Server | None = None
         self.frames = FrameServer("127.0.0.1", 0, max_message_bytes=64 << 20)
@@ -298,6 +303,35 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
 
     async def ListLoras(self, request: Any, context: Any) -> loads_pb2.ListLorasResponse:  # noqa: N802
         return loads_pb2.ListLorasResponse(loras=self.loras)
+
+    async def UpdateWeights(  # noqa: N802
+        self, request: weights_pb2.UpdateWeightsRequest, context: Any
+    ) -> weights_pb2.UpdateWeightsResponse:
+        self.weights_calls.append(request)
+        if request.path.endswith("other"):
+            raise InvalidArgumentError("num_layers differs from that of the served model", field="path")
+        version = request.version or "root"
+        self.weights.version.CopyFrom(weights_pb2.WeightsVersion(version=version, path=request.path))
+        return weights_pb2.UpdateWeightsResponse(version=self.weights.version, num_requests=2)
+
+    async def GetWeightsVersion(  # noqa: N802
+        self, request: Any, context: Any
+    ) -> weights_pb2.GetWeightsVersionResponse:
+        return weights_pb2.GetWeightsVersionResponse(cells=[self.weights])
+
+    async def PauseGeneration(  # noqa: N802
+        self, request: weights_pb2.PauseGenerationRequest, context: Any
+    ) -> weights_pb2.PauseGenerationResponse:
+        self.weights_calls.append(request)
+        self.weights.is_paused = True
+        return weights_pb2.PauseGenerationResponse(num_requests=2)
+
+    async def ResumeGeneration(  # noqa: N802
+        self, request: Any, context: Any
+    ) -> weights_pb2.ResumeGenerationResponse:
+        self.weights_calls.append(request)
+        self.weights.is_paused = False
+        return weights_pb2.ResumeGenerationResponse()
 
     async def GetServerInfo(self, request: Any, context: Any) -> loads_pb2.ServerInfo:  # noqa: N802
         return loads_pb2.ServerInfo(scheduler_epoch=7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -187,6 +188,22 @@ def test_sigterm_finishes_current_work_and_exits(tiny_folder: Path) -> None:
         leave = scripted.receive("leave")
         assert leave.epoch == 1
         assert process.wait(240) == 0
+    scripted.close()
+
+
+def test_after_it_has_left_nothing_more_is_computed(tiny_folder: Path) -> None:
+    scripted = ScriptedScheduler()
+    with worker_process(scripted.address, tiny_folder, "--hash-bytes-per-s", "0") as process:
+        scripted.register(epoch=1)
+        run_prompt(scripted, 2)
+        scripted.receive("heartbeat")
+        before = psutil.Process(process.pid).cpu_times()
+        process.send_signal(signal.SIGTERM)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        # Destroying the interpreter with all of torch takes a second of CPU time, and several seconds on a busy host.
+        assert used.ru_utime + used.ru_stime - before.user - before.system < 0.3
     scripted.close()
 
 

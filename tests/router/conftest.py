@@ -52,6 +52,7 @@ from router.protocols.embeddings.app import EmbeddingsApi
 from router.protocols.http_server import HttpPort
 from router.protocols.kserve.http import KserveHttpApi
 from router.protocols.ledger import ledger_route
+from router.protocols.live_weights import LiveWeightsApi
 from router.protocols.openai.app import OpenAiApi
 from router.protocols.receipts import receipt_routes
 from router.protocols.responses.app import ResponsesApi
@@ -222,6 +223,7 @@ class Cluster:
         pages.router.routes.extend(MessagesApi(front, bodies, chat).routes())
         pages.router.routes.extend(EmbeddingsApi(Embedder(front), bodies).routes())
         pages.router.routes.append(ledger_route(cells))
+        pages.router.routes.extend(LiveWeightsApi(front, bodies).routes())
         pages.router.routes.extend(receipt_routes(runner.receipts))
         conversations = Conversations(ClientDocuments(cells), 3600, bodies.max_bytes)
         responses = ResponsesApi(front, bodies, chat, kept, conversations, 3600)

@@ -20,11 +20,14 @@ from scheduler.core.events import (
     Detached,
     DrainStarted,
     Event,
+    GenerationPaused,
+    GenerationResumed,
     Recovered,
     StepDone,
     StopWordFound,
     Submitted,
     Turn,
+    WeightsChanged,
     WeightsHashed,
     WorkerBeat,
     WorkerLeft,
@@ -32,7 +35,8 @@ from scheduler.core.events import (
     WorkerRegistered,
 )
 from scheduler.core.failure import Failure
-from scheduler.core.kind import Kind
+from scheduler.core.kind import EarlierKind, Kind
+from scheduler.core.pause_mode import PauseMode
 from scheduler.core.request import Finish, FinishReason, RequestTimes, SequenceEnd
 from scheduler.core.request_spec import RequestSpec, RetentionRange
 from scheduler.replay.changes import Changes, Kill
@@ -75,6 +79,7 @@ EVENTS: list[Event] = [
         finish=Finish(RequestTimes(finished_ns=5)),
         kind=KIND,
         kind_changed_at=(1, 0),
+        earlier_kinds=(EarlierKind(Kind("print", "old", "int8", "words", "v1"), (1, 0)),),
     ),
     AbortRequested(3, "a"),
     Attached(4, "a"),
@@ -88,6 +93,9 @@ EVENTS: list[Event] = [
     StepDone(10, b"w", 70, 4, [5, 6], [1, 1], ((0, Failure(3, "bad", "field")),), (), 8, 9, 4, 2),
     Turn(11),
     DrainStarted(12),
+    WeightsChanged(13, "print", "root"),
+    GenerationPaused(14, PauseMode.RECOMPUTE),
+    GenerationResumed(15),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class JournalDisk(Disk):
         slow_share: Share of the syncs that take up to half a second.
         num_committed: The highest number of output tokens ever durable, per (request id, sequence).
         was_damaged: Whether anything but a power cut has changed the files.
+        documents: The version of the weights.
     """
 
     def __init__(self, network: Network, dice: random.Random) -> None:
@@ -46,6 +48,8 @@ class JournalDisk(Disk):
         self.num_committed: dict[tuple[str, int], int] = {}
         self._num_durable: dict[tuple[str, int], int] = {}
         self.was_damaged = False
+        self.documents: dict[DocumentKey, Document] = {}
+        self.dice = network.dice
         self.on_sync = self._observe
         self._ids: dict[int, str] = {}
 
@@ -167,17 +171,28 @@ def _tokens(sealed: bytes) -> Iterator[tuple[int, int, int]]:
     return zip(record.requests, indices, counts, strict=True)
 
 
-class NoDocuments(Documents):
-    """A store without documents and without a thread, since the timing of a thread would not be simulated."""
+class WeightsDocuments(Documents):
+    """A store of only the version of the weights, and without a thread, since the timing of a thread would not be
+    simulated.
+    """
+
+    def __init__(self, disk: JournalDisk) -> None:
+        self._disk = disk
 
     async def open(self, scheduler_epoch: int) -> None:
         pass
 
-    async def get(self, key: DocumentKey) -> None:
-        return None
+    async def close(self) -> None:
+        pass
 
-    async def put(self, *arguments: object, **options: object) -> None:
-        return None
+    async def get(self, key: DocumentKey) -> Document | None:
+        return self._disk.documents.get(key)
+
+    async def put(self, key: DocumentKey, data: bytes, **options: object) -> None:
+        if key.kind == "weights":
+            await asyncio.sleep(self._disk.dice.uniform(0, 0.05))
+            self._disk.documents[key] = Document(key, data, 1, 0)
+            await asyncio.sleep(self._disk.dice.uniform(0, 0.05))
 
     async def list(self, *arguments: object, **options: object) -> list[Document]:
         return []

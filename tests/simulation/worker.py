@@ -24,6 +24,7 @@ from gpu_worker.kv.kept_blocks import KeptBlocks
 from gpu_worker.kv.tiers import StoreChanges
 from gpu_worker.kv.transfer import Fetched
 from gpu_worker.scheduler_link.link import EpochStarted, SchedulerLink, Stopped, WaitingStep, Work
+from gpu_worker.weight_updates import WeightsReady
 from midstream.errors import ExecutionError
 from midstream.telemetry import Metrics
 from protos import kind_pb2, worker_pb2
@@ -241,21 +242,19 @@ class SimulatedWorker:
         *,
         has_stages: bool = True,
     ) -> None:
-        host = host.of_kind(kind)
         self.process = running()
         self.hangs, self.lies = False, 0
-        self._network, self._step_s, self._host = network, step_s, host
+        self._network, self._step_s, self._whole_host = network, step_s, host
         incarnation = network.dice.getrandbits(63)
         # Some workers have larger blocks than the scheduler; workers that hand blocks over must have the same block
         # size.
         factor = 1 + incarnation // 2 % 2 if role == "both" else 1
         tokens_per_block = factor * TOKENS_PER_BLOCK
         num_blocks = -(-3 * num_blocks // 4) if factor > 1 else num_blocks  # more space is wasted in large blocks
-        register = worker_pb2.Register(
+        self._register = worker_pb2.Register(
             group_id=name,
             incarnation=incarnation,
             kind=kind_pb2.WorkerKind(model_fingerprint=fingerprint(), arithmetic=str(kind)),
-            block_kind=str(kind),
             tokens_per_block=tokens_per_block,
             num_blocks=num_blocks,
             vocab_size=VOCAB_SIZE,
@@ -266,23 +265,79 @@ class SimulatedWorker:
             device="simulated",
             features=("log_probs", "min_tokens"),
             protocol_version=1,
-            kv_store="" if host.store is None else f"host {kind}",
-            tier_store="" if host.tier is None else f"tiers {kind}",
             block_bytes=_BLOCK_BYTES,
             role=role,
             kv_source=f"at {name}" if role == "prefill" else "",
             num_micro_batches=1 + incarnation % 2 if has_stages else 1,
         )
-        hashes = np.zeros(num_blocks, dtype=np.uint64)
-        self.model = SimulatedModel(num_blocks, tokens_per_block, kind)
+        self._prepared, self._switched = set[int](), set[int]()
+        kept = self._take_weights(kind)
+        self.link = SimulatedLink(network, address, self._register, kept, self._fetcher, self._tiers)
+        self.link.on_weights = self._handle_weights
+
+    def _take_weights(self, kind: int) -> KeptBlocks:
+        """Start with an empty pool for a model of this kind."""
+        host, register = self._whole_host.of_kind(kind), self._register
+        register.block_kind = str(kind)
+        register.kv_store = "" if host.store is None else f"host {kind}"
+        register.tier_store = "" if host.tier is None else f"tiers {kind}"
+        del register.kept_blocks[:], register.kept_hashes[:]
+        hashes = np.zeros(register.num_blocks, dtype=np.uint64)
+        self._host = host
+        self.model = SimulatedModel(register.num_blocks, register.tokens_per_block, kind)
         pool = (self.process, hashes, self.model.slots)
-        self._fetcher = Fetcher(network, host.pools, step_s)
-        self._tiers = None if host.tier is None else Tiers(network, host.tier, pool, step_s)
-        kept = KeptBlocks(hashes, None if self._tiers is None else self._tiers.offer)
-        self.link = SimulatedLink(network, address, register, kept, self._fetcher, self._tiers)
-        host.pools[f"at {name}"] = pool
+        self._fetcher = Fetcher(self._network, host.pools, self._step_s)
+        self._tiers = None if host.tier is None else Tiers(self._network, host.tier, pool, self._step_s)
+        host.pools[f"at {register.group_id}"] = pool
         self._store = [] if host.store is None else host.store
         self._store.append(pool)
+        return KeptBlocks(hashes, None if self._tiers is None else self._tiers.offer)
+
+    def _handle_weights(self, message: worker_pb2.SchedulerMessage, epoch: int) -> None:
+        """Load the weights that a path such as /weights/3 names, as WeightUpdates does."""
+        if message.HasField("prepare_weights") and message.prepare_weights.epoch == epoch:
+            asyncio.create_task(self._prepare(message.prepare_weights), name="prepare")  # noqa: RUF006 (its process holds it)
+        elif message.HasField("switch_weights") and message.switch_weights.epoch == epoch:
+            switch = message.switch_weights
+            if switch.update in self._prepared:
+                self._begin_switch(switch)
+            else:
+                asyncio.create_task(self._switch(switch), name="switch")  # noqa: RUF006 (its process holds it)
+
+    async def _prepare(self, prepare: worker_pb2.PrepareWeights) -> None:
+        await asyncio.sleep(self._network.dice.uniform(0, 0.3))
+        self._prepared.add(prepare.update)
+        number = int(prepare.path.rpartition("/")[2])
+        found = worker_pb2.WeightsPrepared(
+            epoch=prepare.epoch,
+            update=prepare.update,
+            model_fingerprint=f"weights {number}",
+            weights_root=f"root {number}",
+        )
+        self.link.answer_weights(found)
+
+    async def _switch(self, switch: worker_pb2.SwitchWeights) -> None:
+        self._prepared.add(switch.update)
+        await asyncio.sleep(self._network.dice.uniform(0, 0.3))
+        self._begin_switch(switch)
+
+    def _begin_switch(self, switch: worker_pb2.SwitchWeights) -> None:
+        if switch.update not in self._switched:
+            self._switched.add(switch.update)
+            self.link.switch_weights(WeightsReady(switch, switch.weights_version))  # type: ignore[arg-type]
+            self.link.has_work.set()
+
+    async def _change_weights(self, switch: worker_pb2.SwitchWeights) -> None:
+        self._network.note(f"{self.process!r} changes its weights to {switch.path}")
+        self.link.suspend("its weights are replaced")
+        self._host.happened["changed weights"] += 1
+        await asyncio.sleep(self._network.dice.uniform(0, 0.1))
+        number = int(switch.path.rpartition("/")[2])
+        kept = self._take_weights(number)
+        kind = self._register.kind
+        kind.model_fingerprint, kind.weights_root = f"weights {number}", switch.weights_root
+        kind.weights_version = switch.weights_version
+        self.link.resume(self._register, Mock(answers=()), kept, self._tiers, self._fetcher)  # type: ignore[arg-type]
 
     async def run(self) -> int:
         """Serve until SIGTERM or a rejection; return the exit code."""
@@ -296,6 +351,8 @@ class SimulatedWorker:
                 await self._execute(work)
             elif isinstance(work, EpochStarted):
                 self.model.clear()
+            elif isinstance(work, WeightsReady):
+                await self._change_weights(work.weights)  # type: ignore[arg-type]
             else:
                 assert isinstance(work, Stopped)
                 # The wait stands in for the socket's linger time, in which it sends its remaining messages.

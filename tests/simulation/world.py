@@ -26,7 +26,7 @@ import scheduler.journal.threaded
 import scheduler.service
 from midstream.model.folder import ModelFolder
 from tests.simulation import http2_client, sockets, threads, zmq_transport
-from tests.simulation.journal import JournalDisk, NoDocuments
+from tests.simulation.journal import JournalDisk, WeightsDocuments
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import END_ID, VOCAB_SIZE, decoders, fingerprint
 from tests.simulation.network import Network, running
@@ -169,7 +169,7 @@ def simulated(
             scheduler.journal.threaded,
             threading=SimpleNamespace(Thread=threads.SimulatedThread),
             queue=SimpleNamespace(SimpleQueue=threads.SimulatedQueue, Empty=queue.Empty),
-            Documents=NoDocuments,
+            Documents=lambda *_: WeightsDocuments(disk),
         ),
         mock.patch.multiple(
             detokenizer.__main__,

@@ -15,6 +15,7 @@ _STATUSES: dict[StatusCode, tuple[int, str]] = {
     StatusCode.PERMISSION_DENIED: (403, "permission_error"),
     StatusCode.NOT_FOUND: (404, "not_found_error"),
     StatusCode.ALREADY_EXISTS: (409, "conflict_error"),
+    StatusCode.ABORTED: (409, "conflict_error"),
     StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
     StatusCode.CANCELLED: (499, "cancelled_error"),
     StatusCode.UNAVAILABLE: (503, "service_unavailable_error"),

@@ -17,6 +17,7 @@ from router.pipeline.request_checks import (
 )
 from router.protocols.conversation import EFFORTS
 from router.protocols.fields import RESPONSES
+from router.protocols.live_weights import REFUSED, SGLANG_MODES, VLLM_MODES
 from router.protocols.openai.operations import GROUPS, describe
 from router.protocols.openai.parameters import TIERS
 
@@ -200,6 +201,7 @@ def document(model: ModelFolder) -> Part:
                 _query("after", _TEXT, "`next_after` of the previous page."),
             )
         },
+        **_weights_paths(),
         **_kserve_paths(model),
         "/health": {"get": _get("Health of this router; 503 if it cannot serve requests.")},
         "/live": {"get": _get("Whether this process makes progress; 503 if it must be restarted.")},
@@ -215,6 +217,42 @@ def document(model: ModelFolder) -> Part:
             for path, operations in paths.items()
         },
         "components": {"schemas": {"Error": _ERROR, "Message": _MESSAGE, "Tool": _TOOL}},
+    }
+
+
+def _weights_paths() -> Part:
+    """Return the routes of vLLM and SGLang for weights that change."""
+    sglang_modes: Part = {"enum": [*SGLANG_MODES]}
+    update: Part = {
+        "model_path": _TEXT,
+        "weight_version": {"type": "string", "maxLength": 128},
+        "load_format": {"enum": ["auto", "safetensors"]},
+        "abort_all_requests": _FLAG,
+        "flush_cache": _FLAG,
+    }
+    flush = "Answers that no cached block has to be flushed."
+    version = "The version of the weights."
+    pause = _get("Pause generation, as vLLM does.") | _with(
+        _query("mode", {"enum": [*VLLM_MODES]}, "What happens to running requests; by default abort."),
+        _query("clear_cache", {"enum": ["true", "false"]}, "Has no effect: cached blocks belong to a version."),
+    )
+    return {
+        "/pause": {"post": pause},
+        "/resume": {"post": _get("Resume generation.")},
+        "/is_paused": {"get": _get("Whether generation is paused in every cell.")},
+        "/abort_requests": {"post": _post("Abort requests; all of them without ids.", {"request_ids": _ANY_TEXTS}, [])},
+        "/reset_prefix_cache": {"post": _get(flush, "text/plain")},
+        "/weight_info": {"get": _get(version)},
+        "/is_sleeping": {"get": _get("Always false: workers do not sleep.")},
+        "/pause_generation": {"post": _post("Pause generation, as SGLang does.", {"mode": sglang_modes}, [])},
+        "/continue_generation": {"post": _get("Resume generation.")},
+        "/update_weights_from_disk": {
+            "post": _post("Replace the weights by those of another folder.", update, ["model_path"])
+        },
+        "/abort_request": {"post": _post("Abort a request, or all.", {"rid": _TEXT, "abort_all": _FLAG}, [])},
+        "/flush_cache": {"get": _get(flush, "text/plain"), "post": _get(flush, "text/plain")},
+        "/get_weight_version": {"get": _get(version), "post": _get(version)},
+        **{path: {"post": _get("Not supported; the answer says what to use.")} for path in REFUSED},
     }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.protocols.fields import TABLES
+from router.protocols.live_weights import REFUSED
 
 GROUPS = {
     "Generate": "Answers from a model. Each can be streamed (`stream`).",
@@ -18,6 +19,8 @@ GROUPS = {
     "Models": "What this router serves.",
     "KServe": "KServe's protocol v2, with Triton's extension for text. Errors are `{\"error\": TEXT}`.",
     "Receipts": "Signed records of what was asked and answered.",
+    "Weights": "For admins: weights that change while requests run, with the names that libraries for reinforcement "
+    "learning use on vLLM and SGLang.",
     "Operations": "For load balancers, monitoring and operators.",
 }
 _QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -125,6 +128,26 @@ OPERATIONS = {
     "get /v1/receipts/{receipt_id}": Operation("Receipts", "`midstream audit` verifies it."),
     "get /v1/receipts/keys": Operation("Receipts", "Those of earlier receipts as well."),
     "get /ledger": Operation("Operations", "One entry for each request, in the order of their ends."),
+    "post /pause": Operation("Weights", "Returns when no step runs. New requests wait."),
+    "post /resume": Operation("Weights"),
+    "get /is_paused": Operation("Weights"),
+    "post /abort_requests": Operation("Weights", "", {"request_ids": ["REQUEST_ID"]}),
+    "post /reset_prefix_cache": Operation("Weights", "Cached blocks belong to the version that computed them."),
+    "get /weight_info": Operation("Weights", "`default` until the weights are changed."),
+    "get /is_sleeping": Operation("Weights"),
+    "post /pause_generation": Operation("Weights", "Returns when no step runs.", {"mode": "retract"}),
+    "post /continue_generation": Operation("Weights"),
+    "post /update_weights_from_disk": Operation(
+        "Weights",
+        "All workers load the folder before any of them changes; if the call fails, all keep their weights.",
+        {"model_path": "/models/step-100", "weight_version": "step-100"},
+    ),
+    "post /abort_request": Operation("Weights", "", {"abort_all": True}),
+    "get /flush_cache": Operation("Weights"),
+    "post /flush_cache": Operation("Weights"),
+    "get /get_weight_version": Operation("Weights", "`default` until the weights are changed."),
+    "post /get_weight_version": Operation("Weights"),
+    **{f"post {path}": Operation("Weights") for path in REFUSED},
     "get /v2": Operation("KServe"),
     "get /v2/health/live": Operation("KServe"),
     "get /v2/health/ready": Operation("KServe"),
@@ -156,6 +179,15 @@ OPERATIONS = {
 
 # Descriptions of the fields of bodies that have no note in TABLES. Fields of the same name have the same meaning.
 _FIELDS = {
+    "request_ids": "Ids of the requests.",
+    "rid": "Id of the request.",
+    "abort_all": "Whether to abort all requests.",
+    "mode": "abort; retract: running requests give up their KV blocks; in_place: they keep them.",
+    "model_path": "Absolute path of the folder on every worker, below `--update-root`.",
+    "weight_version": "Name of the version; by default the root of the weights.",
+    "load_format": "The format of the files.",
+    "abort_all_requests": "Whether running and waiting requests end; otherwise they continue under the new weights.",
+    "flush_cache": "Has no effect: cached blocks belong to a version.",
     "cache_salt": "only requests with the same value share cached blocks",
     "timeout_ms": "milliseconds until the request ends with the reason `deadline`",
     "temperature": "0 takes the likeliest token; higher values choose more evenly",

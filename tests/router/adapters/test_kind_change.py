@@ -12,13 +12,18 @@ import grpc.aio
 import pytest
 
 from midstream.model.tokenizer import Tokenizer
-from protos import kserve_pb2_grpc, openengine_pb2_grpc
+from protos import kserve_pb2_grpc, openengine_pb2_grpc, weights_pb2
 from protos import openengine_pb2 as oe
 from tests.router.adapters.test_kserve import infer_request
 from tests.router.conftest import Cluster, Part
 
 TEXT = "one two three four"
 CHANGED_AT = 2
+WEIGHTS: list[dict[str, Any]] = [
+    {"from_token": 0, "version": "default", "weights_root": "a"},
+    {"from_token": CHANGED_AT, "version": "step-1", "weights_root": "b"},
+    {"from_token": 1000, "version": "step-2", "weights_root": "c"},  # beyond the output
+]
 
 
 @pytest.fixture
@@ -35,7 +40,8 @@ async def address(cluster: Cluster, router: Part, tokenizer: Tokenizer) -> Async
                 ids = tokenizer.encode(TEXT)
                 cluster.scheduler.emit(request_id, ids[:CHANGED_AT])
                 cluster.scheduler.emit(request_id, ids[CHANGED_AT:])
-                cluster.scheduler.end(request_id)
+                parts = [weights_pb2.WeightsPart(**part) for part in WEIGHTS]
+                cluster.scheduler.end(request_id, weights=parts)
 
     answering = asyncio.create_task(answer())
     assert router.http is not None
@@ -52,14 +58,14 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-def found_in(value: Any) -> list[object]:
+def found_in(value: Any, name: str = "kind_changed_at") -> list[object]:
     """Return the values of the field, wherever it is."""
     if isinstance(value, list):
-        return [item for part in value for item in found_in(part)]
+        return [item for part in value for item in found_in(part, name)]
     if not isinstance(value, dict):
         return []
-    own = [value["kind_changed_at"]] if "kind_changed_at" in value else []
-    return own + [item for part in value.values() for item in found_in(part)]
+    own = [value[name]] if name in value else []
+    return own + [item for part in value.values() for item in found_in(part, name)]
 
 
 def post(url: str, body: dict[str, Any]) -> str:
@@ -77,10 +83,12 @@ async def test_http(address: str, path: str, *, stream: bool) -> None:
     text = await asyncio.to_thread(post, address + path, body)
     if not stream:
         assert found_in(json.loads(text)) == [CHANGED_AT]
+        assert found_in(json.loads(text), "weights") == [WEIGHTS[:2]]
         return
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
     events = [json.loads(line) for line in lines]
     assert set(found_in(events)) == {CHANGED_AT}
+    assert WEIGHTS[:2] in found_in(events, "weights")
 
 
 async def test_kserve(address: str, router: Part) -> None:

@@ -105,6 +105,12 @@ def test_a_router_without_detokenizers_is_degraded_and_a_draining_one_drains() -
     assert router_part(router).state == Part.DRAINING
 
 
+def test_a_worker_that_changes_its_weights_is_degraded() -> None:
+    group = status_pb2.GroupStatus(group_id="w", is_outdated=True)
+    (part,) = [part for part in cell_parts(status_pb2.CellStatus(groups=[group])) if part.kind == "worker"]
+    assert (part.state, part.detail) == (Part.DEGRADED, "changes its weights")
+
+
 def test_a_worker_in_backoff_reports_why() -> None:
     group = status_pb2.GroupStatus(group_id="w", held_off_ms=8_000, last_fault="wrong result")
     (part,) = [part for part in cell_parts(status_pb2.CellStatus(groups=[group])) if part.kind == "worker"]
