@@ -149,7 +149,7 @@ class ModelRunner:
         self._draft = load_draft_model(config, self.model.description) if config.draft_model else None
         if self._draft is not None and (self.model.description.state_size or self._draft.description.state_size):
             raise UnsupportedError("a recurrent state cannot be reset to before rejected drafts", field="draft_model")
-        self.output_probes = load_output_probes(self.model.description.num_layers)
+        self.output_probes = {**load_output_probes(self.model.description.num_layers), **self.model.probes}
         self.post_processors = load_post_processors(config.logits_post_processors)
         self.adapters = adapter_cache(
             config,

@@ -35,10 +35,13 @@ class OutputProbe(ABC):
         width: Number of values per position.
         layers: Hidden states that it reads: 0 is the embeddings, i the output of layer i; the last layer's output is
             normed.
+        of_sequence: Whether `states` has all positions of a sequence in the pass, for one row of the output. Only
+            encoders have such probes, whose passes contain whole sequences.
     """
 
     width: ClassVar[int]
     layers: ClassVar[Sequence[int]] = ()
+    of_sequence: ClassVar[bool] = False
 
     @abstractmethod
     def compute(self, states: Mapping[int, Tensor], logits: Tensor) -> Tensor:

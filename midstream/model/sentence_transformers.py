@@ -27,6 +27,8 @@ _OLDER_MODES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+# Additional outputs of encoders with the pooled states of a text, by the mode of pooling.
+POOLED_STATES = {mode: f"pooled_states.{mode}" for mode in _OLDER_MODES.values()}
 # Modules that this project computes or that change nothing when a trained model is used. Others change vectors.
 _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize", "Dropout", "LogitScore")
 
