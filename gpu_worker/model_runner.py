@@ -49,7 +49,7 @@ from gpu_worker.models.loader import LoadedModel, load_model, num_threads
 from gpu_worker.sampling.beam_stops import BeamStops
 from gpu_worker.sampling.beams import Candidates
 from gpu_worker.sampling.guided import UNCONSTRAINED, Constraints, Guides
-from gpu_worker.sampling.output_probes import load_output_probes, refuse_unknown_probes
+from gpu_worker.sampling.output_probes import ClassScores, load_output_probes, refuse_unknown_probes
 from gpu_worker.sampling.outputs import Reporter, Reports
 from gpu_worker.sampling.post_processors import load_post_processors, refuse_unknown
 from gpu_worker.sampling.sampler import Chosen, Sampled, Sampler, digests_of
@@ -61,6 +61,7 @@ from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, MidstreamError, UnsupportedError
 from midstream.grammar.process import GrammarProcess
 from midstream.model.folder import ModelFolder
+from midstream.model.sentence_transformers import CLASS_SCORES
 from midstream.model.tokenizer import Tokenizer
 from midstream.text.incremental import decoder_factory
 
@@ -150,6 +151,8 @@ class ModelRunner:
         if self._draft is not None and (self.model.description.state_size or self._draft.description.state_size):
             raise UnsupportedError("a recurrent state cannot be reset to before rejected drafts", field="draft_model")
         self.output_probes = {**load_output_probes(self.model.description.num_layers), **self.model.probes}
+        if folder.num_labels is not None:
+            self.output_probes[CLASS_SCORES] = ClassScores(folder.num_labels)
         self.post_processors = load_post_processors(config.logits_post_processors)
         self.adapters = adapter_cache(
             config,

@@ -53,6 +53,17 @@ class OutputProbe(ABC):
         """
 
 
+class ClassScores(OutputProbe):
+    """The scores of the classes of a classification head, which are the logits of the first tokens."""
+
+    def __init__(self, num_labels: int) -> None:
+        self.width = num_labels  # type: ignore[misc]
+
+    def compute(self, states: Mapping[int, Tensor], logits: Tensor) -> Tensor:
+        """Return float32 [positions, number of classes]."""
+        return logits[:, : self.width]
+
+
 def load_output_probes(num_layers: int) -> dict[str, OutputProbe]:
     """Return the probes of all installed packages, by name. Raises ConfigError if a probe cannot be loaded, is not an
     OutputProbe, or reads a layer that the model lacks.

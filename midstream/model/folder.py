@@ -57,10 +57,9 @@ _IMAGE_TOKENS = {"idefics3": 128257, "smolvlm": 128257}
 
 # Encoders whose first rows of the position table are those of padding; text begins in the row after `pad_token_id`.
 _PADDED_POSITIONS = {"roberta", "xlm-roberta", "camembert", "mpnet"}
-# transformers' defaults of the number of token types, which tell the two texts of a pair apart.
-_TOKEN_TYPES = {
-    "bert": 2, "electra": 2, "roberta": 2, "xlm-roberta": 2, "camembert": 2, "nomic_bert": 2, "deberta-v2": 0,
-}  # fmt: skip
+# Encoders whose tokenizers give token types, which tell the two texts of a pair apart, and transformers' defaults of
+# their number.
+_TOKEN_TYPES = {"bert": 2, "electra": 2, "nomic_bert": 2, "deberta-v2": 0}
 
 # Suffix of the names of architectures that have a classification head instead of a language-model head.
 _CLASSIFIER = "ForSequenceClassification"
@@ -340,8 +339,7 @@ def _open_folder(path: Path) -> ModelFolder:
     max_sequence_length = _dimension(path, text, "max_position_embeddings")
     if architecture in ENCODER_TYPES:
         max_sequence_length += 1 - _num_padded_positions(path, config)
-        if config.get("type_vocab_size", _TOKEN_TYPES.get(architecture, 0)) != 0:
-            num_types = _dimension(path, {"type_vocab_size": 2} | config, "type_vocab_size", _MAX_TOKEN_TYPES)
+        num_types = _num_token_types(path, architecture, config)
     vocab_size = word_vocab_size * num_types
 
     def token_ids(name: str) -> tuple[int, ...]:
@@ -405,6 +403,16 @@ def _num_padded_positions(path: Path, config: dict[str, Any]) -> int:
     if not isinstance(pad_id, int) or not 0 <= pad_id < _dimension(path, config, "max_position_embeddings") - 1:
         raise ConfigError(f"{path / 'config.json'}: pad_token_id is {pad_id!r}", field="model")
     return pad_id + 1
+
+
+def _num_token_types(path: Path, architecture: str, config: dict[str, Any]) -> int:
+    """Return the number of an encoder's token types; 1 if its tokenizer gives none."""
+    default = _TOKEN_TYPES.get(architecture)
+    inputs = read_json(path / "tokenizer_config.json", optional=True).get("model_input_names")
+    is_unused = isinstance(inputs, list) and "token_type_ids" not in inputs
+    if default is None or is_unused or config.get("type_vocab_size", default) == 0:
+        return 1
+    return _dimension(path, {"type_vocab_size": default} | config, "type_vocab_size", _MAX_TOKEN_TYPES)
 
 
 def _refuse_own_code(path: Path, config: dict[str, Any]) -> None:
