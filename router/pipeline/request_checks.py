@@ -160,10 +160,11 @@ def check_request(
         uses = "classify, scores, reranking or embeddings"
         reason = f"{model.name!r} has a classification head and generates no text; use {uses}"
         raise UnsupportedError(reason, field="model")
+    if not model.has_head and (generates or _needs_head(request)):
+        reason = f"{model.name!r} {'is an encoder' if model.is_encoder else 'has no head'} and generates no text"
+        raise UnsupportedError(f"{reason}; use embeddings", field="model")
     if model.is_encoder:
         _check_encoded(request)
-    if not model.has_head and (generates or _needs_head(request)):
-        raise UnsupportedError(f"{model.name!r} has no head and generates no text; use embeddings", field="model")
     images = images_of(request)
     check_images(request, images, model)
     check_virtual_tokens(request, model, has_images=bool(images))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import string
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
+from tokenizers import models, normalizers, pre_tokenizers, processors
 
 SHAPE = {
     "vocab_size": 331,
@@ -64,3 +67,23 @@ def make_encoder(folder: Path, family: str, num_labels: int | None = None, **set
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps({}))
     return model
+
+
+def add_tokenizer(folder: Path, family: str) -> transformers.PreTrainedTokenizerFast:
+    """Write a tokenizer of letters with the family's way of joining texts to `folder`, and return transformers'."""
+    letters = string.ascii_lowercase + string.digits + string.punctuation
+    pieces = ["[NONE]", "[PAD]", "[CLS]", "[SEP]", "[UNK]", *letters, *(f"##{letter}" for letter in letters)]
+    made = tokenizers.Tokenizer(models.WordPiece(vocab={piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    made.normalizer = normalizers.Lowercase()
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if family in ("Roberta", "XLMRoberta"):
+        made.post_processor = processors.RobertaProcessing(("[SEP]", 3), ("[CLS]", 2))
+    else:
+        made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
+    inputs = ["input_ids", "attention_mask"] + ["token_type_ids"] * (family in ("Bert", "Electra", "NomicBert"))
+    wrapped = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, model_input_names=inputs, model_max_length=SHAPE["max_position_embeddings"], **special
+    )
+    wrapped.save_pretrained(folder)
+    return wrapped
