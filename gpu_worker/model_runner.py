@@ -568,7 +568,7 @@ def _rows_of(contexts: list[ContextChunk]) -> IntArray:
 
 def _shared_store(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> KvStore | None:
     """Return the store that holds the KV pool of a CPU worker with shared_kv_folder set; None for other workers."""
-    if not config.shared_kv_folder or model.device.type != "cpu":
+    if not config.shared_kv_folder or model.device.type != "cpu" or model.is_encoder:
         return None
     if model.description.latent is not None or model.description.state_size:
         logger.warning("the KV pool is not shared: latent attention and recurrent states are not supported")

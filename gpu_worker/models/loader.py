@@ -43,8 +43,7 @@ _KV_DTYPES = {
 _OTHER_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForMaskedLM")
 # Settings that have no meaning without a KV cache.
 _OF_THE_CACHE = (
-    "role", "draft_model", "host_kv_bytes", "disk_kv_folder", "shared_kv_folder", "max_attention_window",
-    "layer_attention_windows", "kv",
+    "role", "draft_model", "host_kv_bytes", "disk_kv_folder", "max_attention_window", "layer_attention_windows", "kv",
 )  # fmt: skip
 # Minimum compute capability for float8 (Ada, Hopper).
 _FLOAT8_CAPABILITY = (8, 9)

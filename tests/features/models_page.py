@@ -24,6 +24,11 @@ GPU, our own implementation uses Triton kernels, except for recurrent layers, wh
 attention interface; [gpu.md](gpu.md) lists the models that are rejected, and [features.md](features.md) the features
 that requests may use.
 
+Encoders give embeddings and, with a classification head, scores and classes
+([adapters.md](adapters.md#embeddings-scores-reranking-classes)). `tests/gpu_worker/test_encoders.py` compares them with
+transformers, and `tests/faults/test_encoders.py` with sentence-transformers: within 1e-4, with the same bits in any
+batch on a CPU.
+
 """
 _TOKENIZERS = """
 ## Tokenizers
