@@ -136,8 +136,7 @@ def load_beside(config: WorkerConfig, folder: ModelFolder, communicator: RankCom
     kv_dtype = _kv_dtype(config, device, dtype) if library is None else _KV_DTYPES.get(config.kv, torch.int16)
     if library is not None and config.kv == "f8":
         raise UnsupportedError("a KV cache in f8 needs a GPU", field="kv")
-    if description.latent is not None and kv_dtype in LARGEST:
-        raise UnsupportedError(f"latent attention does not support a KV cache in {config.kv}", field="kv")
+    _refuse_quantized_kv(config, description, kv_dtype)
     part_weights: DecoderWeights | ShardWeights = weights if ranks.is_alone else ShardWeights(weights, shard)
     decoder: TorchDecoder | CpuDecoder
     if library is None:
@@ -157,7 +156,7 @@ def load_beside(config: WorkerConfig, folder: ModelFolder, communicator: RankCom
     # operations that read sizes back from the device.
     can_record = not (description.latent or description.num_sink_tokens or description.state_size)
     if device.type == "cuda":
-        can_record = can_record and kernels.can_record_attention(description.head_dim)
+        can_record = can_record and kernels.can_record_attention(description.cached_dim)
     whole: Decoder = decoder if communicator is None else as_stage(decoder, description, communicator, dtype)
     divided = None if communicator is None else shard
     return LoadedModel(
@@ -190,6 +189,13 @@ def _check_sinks(config: WorkerConfig) -> None:
         raise ConfigError(f"is {config.sink_token_length}; must be at least 0", field="sink_token_length")
     if config.sink_token_length and not config.max_attention_window:
         raise ConfigError("has no meaning without max_attention_window; leave it out", field="sink_token_length")
+
+
+def _refuse_quantized_kv(config: WorkerConfig, description: DecoderDescription, kv_dtype: torch.dtype) -> None:
+    """Raise UnsupportedError if the cache would be quantized, although the model needs exact keys."""
+    kind = "latent attention" if description.latent is not None else "ALiBi" if description.alibi else ""
+    if kind and kv_dtype in LARGEST:
+        raise UnsupportedError(f"{kind} does not support a KV cache in {config.kv}", field="kv")
 
 
 def _window_limits(config: WorkerConfig) -> tuple[int, ...]:
@@ -328,7 +334,7 @@ def _choose_attention(
             raise ConfigError(f"{config.attention} needs a GPU", field="attention")
         return
     case = kernels.AttentionCase(
-        dtype, kv_dtype, part.num_heads, part.num_kv_heads, part.head_dim, config.tokens_per_block, part.softcap
+        dtype, kv_dtype, part.num_heads, part.num_kv_heads, part.cached_dim, config.tokens_per_block, part.softcap
     )
     try:
         kernels.choose_attention("triton" if part.latent else config.attention, case, device)

@@ -48,9 +48,10 @@ _NAMES = {
 # Keys under which config.json lists the type of each layer, as names or as a string of letters, instead of the number
 # of layers.
 _LAYER_LISTS = ("layers_block_type", "hybrid_override_pattern")
-# Without attention, the sequence length is unlimited, and config.json does not set one.
+# Maximum lengths of sequences where config.json does not set one: without attention, the length is unlimited; Bloom was
+# trained with this length.
 UNLIMITED_LENGTH = 1 << 17
-_UNLIMITED = {"mamba2"}
+_LENGTHS = {"mamba2": UNLIMITED_LENGTH, "bloom": 2048}
 
 # Architectures for which images are supported, and transformers' default for image_token_id in config.json.
 _IMAGE_TOKENS = {"idefics3": 128257, "smolvlm": 128257}
@@ -331,8 +332,8 @@ def _open_folder(path: Path) -> ModelFolder:
     kinds = next((text[name] for name in _LAYER_LISTS if isinstance(text.get(name), list | str)), None)
     if kinds is not None:
         text = {"num_hidden_layers": len(kinds), **text}
-    if architecture in _UNLIMITED:
-        text = {"max_position_embeddings": UNLIMITED_LENGTH, **text}
+    if architecture in _LENGTHS and not any(name in text for name in _NAMES["max_position_embeddings"]):
+        text = {"max_position_embeddings": _LENGTHS[architecture], **text}
 
     tokenizer = TokenizerFiles(path)
     word_vocab_size, num_types = _dimension(path, text, "vocab_size"), 1
@@ -390,7 +391,8 @@ def _has_head(path: Path, text: dict[str, Any], weight_files: tuple[Path, ...]) 
     if not is_known or text.get("tie_word_embeddings") is not False or weight_files[0].suffix == ".gguf":
         return True
     names = read_json(path / _INDEX).get("weight_map", {}) if len(weight_files) > 1 else None
-    return any("lm_head" in name.split(".") for name in names or read_safetensors_head(weight_files[0]))
+    heads = {"lm_head", "embed_out"}
+    return any(heads.intersection(name.split(".")) for name in names or read_safetensors_head(weight_files[0]))
 
 
 def _num_padded_positions(path: Path, config: dict[str, Any]) -> int:

@@ -230,6 +230,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLm", {"use_qkv_bias": True}),
     "gpt2": ("GPT2", {"n_positions": 512}),
     "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "gpt_neox": ("GPTNeoX", {}),
+    "gpt_neox_in_turn": ("GPTNeoX", {"use_parallel_residual": False, "rotary_pct": 0.5}),
+    "falcon": ("Falcon", {}),
+    "falcon_new": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_rw": ("Falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
+    "bloom": ("Bloom", {"n_layer": 3, "n_head": 4}),
+    "mpt": ("Mpt", {"d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 512}),
     "lfm2": ("Lfm2", {"layer_types": CONVOLVED, "block_multiple_of": 16}),
     "lfm2_moe": ("Lfm2Moe", {**EXPERTS, "layer_types": CONVOLVED, "num_dense_layers": 1, "conv_bias": True}),
 }  # fmt: skip

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpu_worker.models.description import DecoderDescription, DeltaNet, Mamba, Mixture, narrowed
+from gpu_worker.models.families.alibi import BLOOM, FALCON, GPT_NEOX, MPT
 from gpu_worker.models.families.arcee import ARCEE
 from gpu_worker.models.families.cohere2 import COHERE, COHERE2
 from gpu_worker.models.families.deepseek import DEEPSEEK, GLM_LITE
@@ -38,6 +39,7 @@ FAMILIES = (
     BAMBA, FALCON_H1, LFM2, PHI, STARCODER2, STABLELM, GPT2, OPT, OLMO3, SEED_OSS,
     EXAONE4, ERNIE4_5, MINIMAX_M2, IDEFICS3, ARCEE, DOTS1, GRANITE_MIXTURE,
     GLM_LITE, ERNIE4_5_MIXTURE, COHERE, MINISTRAL, SOLAR_OPEN, EXAONE_MIXTURE, CWM, HELIUM, FLEX_OLMO,
+    GPT_NEOX, FALCON, BLOOM, MPT,
 )  # fmt: skip
 _BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.types}
 
