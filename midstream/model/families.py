@@ -155,6 +155,7 @@ SERVED_FAMILIES = (
     _torch("Falcon", "falcon", notes="ALiBi or rotary embedding, parallel layers"),
     _torch("Bloom", "bloom", notes="ALiBi"),
     _torch("MPT", "mpt", notes="ALiBi"),
+    _other("OLMo", "olmo"),
     _other("Gemma 3n (text)", "gemma3n_text"),
     _encoder("BERT", "bert"),
     _encoder("RoBERTa, XLM-RoBERTa, CamemBERT", "roberta", "xlm-roberta", "camembert"),

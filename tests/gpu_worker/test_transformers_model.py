@@ -63,6 +63,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_neox": ("GPTNeoX", {}),
+    "olmo": ("Olmo", {}),
     "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 48}),
     # The config.json of this model has the names n_embd, n_layer and n_positions.
     "gpt2": ("GPT2", {"n_positions": 512, "scale_attn_by_inverse_layer_idx": True}),
@@ -294,11 +295,11 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
 
 def test_models_without_native_code_use_that_of_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """If the native implementation is requested, the model is rejected. Such models cannot be sharded across ranks."""
-    make_tiny_model(tmp_path, "GPTNeoX")
+    make_tiny_model(tmp_path, "Olmo")
     with caplog.at_level(logging.INFO):
         make_runner(tmp_path)
-    assert "uses the transformers implementation with paged attention: model: architecture 'gpt_neox'" in caplog.text
-    with pytest.raises(UnsupportedError, match="'gpt_neox'"):
+    assert "uses the transformers implementation with paged attention: model: architecture 'olmo'" in caplog.text
+    with pytest.raises(UnsupportedError, match="'olmo'"):
         make_runner(tmp_path, implementation="native")
     config = WorkerConfig(device="cpu", num_threads=1, tensor_parallel=2)
     with pytest.raises(
