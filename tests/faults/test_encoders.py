@@ -90,8 +90,9 @@ def write_modules(folder: Path, pooling: str) -> None:
 
 
 def unit(rows: Any) -> np.ndarray[Any, Any]:
-    array: np.ndarray[Any, Any] = np.array(rows, dtype=np.float64)
-    return array / np.linalg.norm(array, axis=-1, keepdims=True)
+    array = np.array(rows, dtype=np.float64)
+    scaled: np.ndarray[Any, Any] = array / np.linalg.norm(array, axis=-1, keepdims=True)
+    return scaled
 
 
 @pytest.mark.parametrize(("family", "pooling"), [("Bert", "mean"), ("Roberta", "cls"), ("ModernBert", "weightedmean")])
