@@ -623,7 +623,9 @@ def test_experts_are_kept_in_each_weight_format(mixture: Path, weights: str, mon
     assert all(map(torch.equal, logits, threaded))
 
 
-@pytest.mark.parametrize(("name", "num_layers"), [("qwen2_moe", 1), ("gpt_oss", 1), ("llama4_text", 2), ("falcon_rw", 1)])
+@pytest.mark.parametrize(
+    ("name", "num_layers"), [("qwen2_moe", 1), ("gpt_oss", 1), ("llama4_text", 2), ("falcon_rw", 1)]
+)
 def test_triton_kernels_under_the_decoder_give_the_same_logits(
     name: str, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
