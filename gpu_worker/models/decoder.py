@@ -15,11 +15,18 @@ from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.arena import AdapterArena, PlacedAdapter, adapter_use
 from gpu_worker.lora.inputs import AdapterTokens, AdapterUse, VirtualTokens
-from gpu_worker.models.description import DecoderDescription, DeltaNet, Rotary, ShortConv
+from gpu_worker.models.description import ChannelMamba, DecoderDescription, DeltaNet, Rotary, ShortConv
 from gpu_worker.models.layers.attention import Angles, Attention, LatentAttention, PagedTokens
 from gpu_worker.models.layers.feed_forward import Experts, FeedForward, MixtureLayer
 from gpu_worker.models.layers.linear import AddExpertLora, AddLora, Linear, int8_rows
-from gpu_worker.models.layers.recurrent import DeltaNetLayer, MambaLayer, Pieces, ShortConvLayer, pieces_of
+from gpu_worker.models.layers.recurrent import (
+    ChannelMambaLayer,
+    DeltaNetLayer,
+    MambaLayer,
+    Pieces,
+    ShortConvLayer,
+    pieces_of,
+)
 from gpu_worker.models.layers.rotary import query_scales, rotary_table
 from gpu_worker.models.weights.progress import with_progress
 from gpu_worker.parallel.shard import Shard, whole_shard
@@ -127,7 +134,7 @@ class PartDecoder(Decoder, Protocol):
         """Write keys and values, and compute the last layer's output from the first layer's input [M, hidden_size]."""
 
 
-_RecurrentLayer = DeltaNetLayer | MambaLayer | ShortConvLayer
+_RecurrentLayer = DeltaNetLayer | MambaLayer | ChannelMambaLayer | ShortConvLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,6 +462,13 @@ class TorchDecoder:
         bias = None if w.conv_bias is None else w.conv_bias.float().to(self._device)
         if isinstance(kind, ShortConv):
             return ShortConvLayer(kind, inputs[0], conv, bias, output)
+        if isinstance(kind, ChannelMamba):
+            assert w.decay_logs is not None
+            assert w.skip is not None
+            rates = -torch.exp(w.decay_logs.float()).to(self._device)
+            return ChannelMambaLayer(
+                kind, inputs[0], inputs[1], inputs[2], conv, bias, rates, w.skip.float().to(self._device), output
+            )
         assert w.step_bias is not None
         assert w.decay_logs is not None
         # Keep these parameters in float32: they are small, and they are exponentiated.

@@ -177,7 +177,34 @@ class ShortConv:
         return (self.kernel - 1) * self.size
 
 
-Recurrent = DeltaNet | Mamba | ShortConv
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelMamba:
+    """Mamba 1, a selective state space model that replaces attention; each channel has a state and decays of its own.
+
+    Attributes:
+        size: Number of channels.
+        state_dim: Size of a channel's state.
+        step_rank: Rank of the projection of time steps.
+        kernel: Number of tokens that the convolution covers.
+    """
+
+    size: int
+    state_dim: int
+    step_rank: int
+    kernel: int
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of the convolution."""
+        return self.size
+
+    @property
+    def state_size(self) -> int:
+        """Number of elements in a sequence's state: the convolution's last inputs, and the states of all channels."""
+        return (self.kernel - 1 + self.state_dim) * self.size
+
+
+Recurrent = DeltaNet | Mamba | ChannelMamba | ShortConv
 LayerParts = Literal["both", "mixer", "feed_forward"]
 
 

@@ -139,6 +139,7 @@ SERVED_FAMILIES = (
     _recurrent(
         "Qwen 3.5", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", notes="gated delta nets, experts"
     ),
+    _recurrent("Mamba", "mamba", notes="no attention"),
     _recurrent("Mamba 2", "mamba2", notes="no attention"),
     _recurrent("Nemotron-H", "nemotron_h", notes="Mamba 2 layers, experts"),
     _recurrent("Granite 4", "granitemoehybrid", notes="Mamba 2 layers, experts"),

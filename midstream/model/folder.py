@@ -51,7 +51,7 @@ _LAYER_LISTS = ("layers_block_type", "hybrid_override_pattern")
 # Maximum lengths of sequences where config.json does not set one: without attention, the length is unlimited; Bloom was
 # trained with this length.
 UNLIMITED_LENGTH = 1 << 17
-_LENGTHS = {"mamba2": UNLIMITED_LENGTH, "bloom": 2048}
+_LENGTHS = {"mamba": UNLIMITED_LENGTH, "mamba2": UNLIMITED_LENGTH, "bloom": 2048}
 
 # Architectures for which images are supported, and transformers' default for image_token_id in config.json.
 _IMAGE_TOKENS = {"idefics3": 128257, "smolvlm": 128257}

@@ -230,6 +230,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLm", {"use_qkv_bias": True}),
     "gpt2": ("GPT2", {"n_positions": 512}),
     "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "mamba": ("Mamba", {"state_size": 12, "time_step_rank": 5}),
     "gpt_neox": ("GPTNeoX", {}),
     "gpt_neox_in_turn": ("GPTNeoX", {"use_parallel_residual": False, "rotary_pct": 0.5}),
     "falcon": ("Falcon", {}),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.models.description import (
+    ChannelMamba,
     DecoderDescription,
     DeltaNet,
     Mamba,
@@ -245,6 +246,16 @@ class DecoderWeights:
         if isinstance(kind, ShortConv):
             inputs = (self._linear(prefix, ["in_proj"], [3 * kind.size], d.hidden_size),)
             return RecurrentWeights(inputs, output, convolution, conv_bias)
+        if isinstance(kind, ChannelMamba):
+            selected = kind.step_rank + 2 * kind.state_dim
+            inputs = (
+                self._linear(prefix, ["in_proj"], [2 * kind.size], d.hidden_size),
+                self._linear(prefix, ["x_proj"], [selected], kind.size),
+                self._linear(prefix, ["dt_proj"], [kind.size], kind.step_rank),
+            )
+            decay_logs = self._vector_of(prefix + "A_log", (kind.size, kind.state_dim))
+            skip = self._vector(prefix + "D", kind.size)
+            return RecurrentWeights(inputs, output, convolution, conv_bias, decay_logs=decay_logs, skip=skip)
         if isinstance(kind, DeltaNet):
             num_heads, norm_size = kind.value_heads, kind.value_dim
             has_norm = True
