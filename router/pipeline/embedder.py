@@ -196,6 +196,8 @@ class Embedder:
         `embed`.
         """
 
+        self._check_modules()
+
         async def read(values: Vector, usage: Usage) -> Vector:
             return values
 
@@ -206,7 +208,7 @@ class Embedder:
         if self._encoder.other_modules:
             modules = ", ".join(self._encoder.other_modules)
             raise UnsupportedError(
-                f"the embeddings of this model need modules that are not computed: {modules}", field="model"
+                f"the results of this model need modules that are not computed: {modules}", field="model"
             )
 
     def _own_pooling(self) -> Pooling:
@@ -257,6 +259,8 @@ class Embedder:
         Args:
             is_raw: Whether to return logits, without the activation.
         """
+
+        self._check_modules()
 
         async def read(values: Vector, usage: Usage) -> float:
             return answers.score(values, is_raw=is_raw)

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+from midstream.client import AsyncClient
+from midstream.errors import InvalidArgumentError
 from midstream.model.folder import open_model_folder
 from tests.faults.in_process_service import InProcessService
 from tests.gpu_worker.encoder_models import add_tokenizer, make_encoder
@@ -45,13 +47,14 @@ def of_sentence_transformers(kind: str, folder: Path, texts: list[Any], **more: 
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+async def serving(folder: Path, tmp_path: Path) -> AsyncIterator[tuple[httpx.AsyncClient, list[str]]]:
+    """Serve the model; yield a client and the addresses for gRPC."""
     service = InProcessService(open_model_folder(str(folder)), tmp_path / "journal")
     await service.start()
     service.gate.open_to(1 << 30)
     try:
         async with httpx.AsyncClient(base_url=service.next_url(), timeout=30) as http:
-            yield http
+            yield http, service.addresses
     finally:
         await service.close()
 
@@ -112,7 +115,7 @@ async def test_vectors_are_those_of_transformers(tmp_path: Path, family: str, po
         return found[pooling]
 
     wanted = unit([pooled(states(text)) for text in TEXTS])
-    async with serving(folder, tmp_path) as http:
+    async with serving(folder, tmp_path) as (http, addresses):
 
         async def vectors(texts: list[Any], **more: Any) -> Any:
             answer = await post(http, "/v1/embeddings", input=texts, **more)
@@ -126,6 +129,13 @@ async def test_vectors_are_those_of_transformers(tmp_path: Path, family: str, po
         np.testing.assert_allclose(await vectors(TEXTS, dimensions=16), cut, atol=ATOL)
         raw = np.array([pooled(states(text)) for text in TEXTS])
         np.testing.assert_allclose(await vectors(TEXTS, normalize=False), raw, atol=10 * ATOL)
+        async with AsyncClient(addresses) as client:
+            of_client = await client.embed(TEXTS, pooling="weightedmean")
+            shorter = await client.embed([LONG], truncate_prompt_tokens=7)
+            with pytest.raises(InvalidArgumentError, match="must be at least 1, or -1"):
+                await client.embed("a", truncate_prompt_tokens=0)
+        weighted = [rows * np.arange(1, len(rows) + 1)[:, None] for rows in map(states, TEXTS)]
+        np.testing.assert_allclose(of_client.vectors, unit([rows.sum(0) for rows in weighted]), atol=ATOL)
         largest = unit([states(text).max(0) for text in TEXTS])
         np.testing.assert_allclose(await vectors(TEXTS, pooling="max"), largest, atol=ATOL)
         found = await vectors(["cat"], prompt_name="query")
@@ -133,6 +143,7 @@ async def test_vectors_are_those_of_transformers(tmp_path: Path, family: str, po
 
         short = unit([pooled(states(LONG, truncation=True, max_length=7))])
         np.testing.assert_allclose(await vectors([LONG], truncate_prompt_tokens=7), short, atol=ATOL)
+        np.testing.assert_allclose(shorter.vectors, short, atol=ATOL)
         most = unit([pooled(states(LONG, truncation=True, max_length=80))])
         for more in ({"truncate_prompt_tokens": -1}, {"truncate": True}):
             np.testing.assert_allclose(await vectors([LONG], **more), most, atol=ATOL)
@@ -190,7 +201,7 @@ async def test_scores_of_pairs_are_those_of_a_cross_encoder(
         with torch.inference_mode():
             logits.append(float(model(**pair).logits))
     wanted = np.array(logits) if "dentity" in str(settings) else 1 / (1 + np.exp(-np.array(logits)))
-    async with serving(folder, tmp_path) as http:
+    async with serving(folder, tmp_path) as (http, _):
         answer = await post(http, "/score", text_1=TEXTS[0], text_2=documents, truncate_prompt_tokens=94)
         np.testing.assert_allclose([item["score"] for item in answer["data"]], wanted, atol=ATOL, rtol=ATOL)
         ranked = await post(http, "/rerank", query=TEXTS[0], texts=documents, truncate=True, raw_scores=True)
@@ -221,7 +232,7 @@ async def test_classes_are_those_of_the_head(tmp_path: Path, settings: dict[str,
     with torch.inference_mode():
         logits = torch.stack([model(**tokenizer(text, return_tensors="pt")).logits[0] for text in TEXTS])
     wanted = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid(), "identity": logits}[activation]
-    async with serving(folder, tmp_path) as http:
+    async with serving(folder, tmp_path) as (http, _):
         answer = await post(http, "/classify", input=TEXTS, request_id="c")
         assert answer.keys() == {"id", "object", "created", "model", "data", "usage"}
         assert (answer["id"], answer["object"]) == ("classify-c", "list")
