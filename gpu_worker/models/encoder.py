@@ -1,10 +1,11 @@
 """Runs encoders (BERT and the like) with their transformers implementation. They have no KV cache: a step computes
 whole texts, and its results are pooled hidden states, or the scores of a classification head.
 
-As with decoders (transformers_model.py), transformers' own code runs over the flattened tokens of a step as if they
-were one text, each token with its own position; for attention, it calls this module, where each text attends to itself.
-Models whose attention does not use transformers' interface, such as those with relative positions, compute one text
-after another. When a model is loaded, both ways are compared.
+On a GPU, as with decoders (transformers_model.py), transformers' own code runs over the flattened tokens of a step as
+if they were one text, each token with its own position; for attention, it calls this module, where each text attends
+to itself. When a model is loaded, this is compared with each text alone. On a CPU, and with models whose attention does
+not use transformers' interface, such as those with relative positions, one text is computed after another: its bits
+then do not depend on others, and PyTorch's fast matrix multiplications can be used.
 
 A classification head, which expects a batch of texts, runs after the layers, once for each text.
 """
@@ -19,7 +20,6 @@ from typing import Any, ClassVar
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.activations import ACT2CLS
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -35,7 +35,6 @@ from midstream.model.folder import ModelFolder
 from midstream.model.sentence_transformers import POOLED_STATES
 
 _INTERFACE = "midstream_encoder"
-_ACTIVATIONS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()})
 # Prefixes of weights that embeddings do not need, and that checkpoints for embeddings may lack.
 _POOLER = ("pooler.",)
 # Lengths of the texts that are computed both ways when a model is loaded, in addition to its attention window.
@@ -82,18 +81,6 @@ class _GivenStates(nn.Module):
         return BaseModelOutputWithPooling(last_hidden_state=self.states, pooler_output=pooled)
 
 
-class _Wide(nn.Module):
-    """Computes an activation in float64, for the reason given in `kernels.activate`."""
-
-    def __init__(self, activation: nn.Module) -> None:
-        super().__init__()
-        self._activation = activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide: Tensor = self._activation(x.double())
-        return wide.to(x.dtype)
-
-
 class PooledStates(OutputProbe):
     """Pools the last layer's states over all tokens of a text, as the Pooling module of sentence-transformers does.
 
@@ -131,11 +118,20 @@ class TransformersEncoder:
         probes: Ways of pooling, by the names of the additional outputs with which requests ask for them.
     """
 
-    def __init__(self, folder: ModelFolder, dtype: torch.dtype, device: torch.device, weights: str = "auto") -> None:
+    def __init__(
+        self,
+        folder: ModelFolder,
+        dtype: torch.dtype,
+        device: torch.device,
+        weights: str = "auto",
+        *,
+        packs: bool | None = None,
+    ) -> None:
         """Load the model.
 
         Args:
             weights: How matrices are stored: auto (as `dtype`), f32, bf16 (rounded) or int8.
+            packs: Whether texts are computed together, if the model can; None means on a GPU.
 
         Raises:
             ConfigError: Weights are missing or have another shape.
@@ -154,16 +150,16 @@ class TransformersEncoder:
         # Tokens of padding have this position, and others are counted from the next.
         self._padding = getattr(positions, "padding_idx", None)
         self._model.to(device)
-        self._packs = bool(getattr(self._base, "_supports_attention_backend", False))
+        can_pack = bool(getattr(self._base, "_supports_attention_backend", False))
+        self._packs = can_pack and (device.type == "cuda" if packs is None else packs)
         checked = [
             (torch.arange(length, dtype=torch.int32, device=device) * 7 + 5) % folder.word_vocab_size
             for length in self._checked_lengths(folder.max_sequence_length - 1)
         ]
         with torch.inference_mode():
             wanted = [self._whole(ids) for ids in checked]
-        replace_linears(self._model, weights)
-        if device.type == "cpu":
-            _widen_activations(self._model)
+        if device.type == "cuda" or weights in ("bf16", "int8"):
+            replace_linears(self._model, weights)
         self._given = None
         if has_head:
             # The layers keep their pooler, which is part of the head, but do not run it.
@@ -171,8 +167,8 @@ class TransformersEncoder:
             if self._given._pooler is not None:
                 self._base.pooler = None
             setattr(self._model, self._model.base_model_prefix, self._given)
-        if self._packs:
-            self._config._attn_implementation = _INTERFACE
+        if self._packs or getattr(self._base, "_supports_sdpa", False):
+            self._config._attn_implementation = _INTERFACE if self._packs else "sdpa"
         with torch.inference_mode():
             self._compare(checked, wanted, weights)
         self.description = _describe(folder, self._config)
@@ -297,13 +293,6 @@ class TransformersEncoder:
         for kind in kinds:
             if kind.get("rope_type") in ("dynamic", "longrope"):
                 raise UnsupportedError(f"rope_type {kind['rope_type']!r} is not supported for encoders", field="model")
-
-
-def _widen_activations(model: nn.Module) -> None:
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, _ACTIVATIONS) and not isinstance(module, _Wide):
-                setattr(module, name, _Wide(child))
 
 
 def _describe(folder: ModelFolder, config: Any) -> DecoderDescription:

@@ -162,8 +162,8 @@ SERVED_FAMILIES = (
     _encoder("RoBERTa, XLM-RoBERTa, CamemBERT", "roberta", "xlm-roberta", "camembert"),
     _encoder("DistilBERT", "distilbert"),
     _encoder("ELECTRA", "electra"),
-    _encoder("MPNet", "mpnet", notes="texts are computed one after another"),
-    _encoder("DeBERTa 2, DeBERTa 3", "deberta-v2", notes="texts are computed one after another"),
+    _encoder("MPNet", "mpnet", notes="one text after another on GPUs, too"),
+    _encoder("DeBERTa 2, DeBERTa 3", "deberta-v2", notes="one text after another on GPUs, too"),
     _encoder("ModernBERT", "modernbert", notes="local and global attention, two rotary bases"),
     _encoder("Nomic BERT", "nomic_bert"),
 )

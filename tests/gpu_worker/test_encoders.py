@@ -12,7 +12,8 @@ import pytest
 import torch
 import transformers
 
-from gpu_worker.models.encoder import PooledStates
+from gpu_worker.models.decoder import ForwardInputs, Probe
+from gpu_worker.models.encoder import PooledStates, TransformersEncoder
 from gpu_worker.models.loader import load_model
 from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, UnsupportedError
@@ -71,6 +72,31 @@ def test_pooled_states_are_those_of_transformers_in_any_batch(tmp_path: Path, fa
             np.testing.assert_allclose(found, pooled(states, mode), rtol=1e-4, atol=1e-4)
             (alone,) = compute(core, [tokens], f"pooled_states.{mode}")
             assert found.tobytes() == alone.tobytes()
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize("num_labels", [None, 2])
+def test_texts_that_are_computed_together_have_the_results_of_each_alone(
+    tmp_path: Path, family: str, num_labels: int | None
+) -> None:
+    """Steps on a GPU compute texts together."""
+    model = make_encoder(tmp_path, family, num_labels)
+    folder, cpu = open_model_folder(str(tmp_path)), torch.device("cpu")
+    encoder = TransformersEncoder(folder, torch.float32, cpu, packs=True)
+    ends = list(itertools.accumulate(LENGTHS))
+    flat, unused = torch.tensor(list(itertools.chain(*TEXTS)), dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    starts, sampled = torch.tensor([0, *ends]), torch.tensor(ends) - 1
+    probe = Probe(frozenset({encoder.description.num_layers}))
+    with torch.inference_mode():
+        scores = encoder.forward(ForwardInputs(flat, unused, unused, starts, unused, unused, sampled), probe)
+        rows = torch.split(probe.states[encoder.description.num_layers], list(LENGTHS))
+        for number, (tokens, states) in enumerate(zip(TEXTS, rows, strict=True)):
+            ids = torch.tensor([tokens])
+            wanted = model.base_model(ids).last_hidden_state[0]
+            np.testing.assert_allclose(states.numpy(), wanted.numpy(), rtol=1e-4, atol=1e-4)
+            if num_labels is not None:
+                (logits,) = model(ids).logits
+                np.testing.assert_allclose(scores[number, :num_labels].numpy(), logits.numpy(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ENCODERS)
