@@ -56,6 +56,10 @@ def facts_of(folder: ModelFolder) -> Iterator[Fact]:
         refuse_other_heads(folder)
     except UnsupportedError as error:
         yield Fact("config.json: architectures", Use.REFUSED, error.message)
+    if folder.is_encoder:
+        yield Fact("config.json", Use.USED, "runs with the transformers implementation")
+        yield from _quantization(folder, is_native=False)
+        return
     is_native = True
     seen: set[str] = set()
     reader = settings_read.set(seen)

@@ -73,7 +73,7 @@ _MAX_TEXT = 256  # as scheduler/wire/worker_checks.py accepts
 
 
 def _is_from_transformers(model: LoadedModel) -> bool:
-    return type(model.decoder).__name__ == "TransformersDecoder"
+    return type(model.decoder).__name__ in ("TransformersDecoder", "TransformersEncoder")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -34,7 +34,7 @@ class Limits:
     @classmethod
     def of(cls, config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> Limits:
         """Return the limits that follow from the settings, the model folder and the device. Raises ConfigError if
-        max_sequence_length exceeds the model's limit.
+        max_sequence_length exceeds the model's limit, or a prompt of an encoder might not fit in a step.
         """
         length, longest = (
             config.max_sequence_length or folder.max_sequence_length,
@@ -43,7 +43,16 @@ class Limits:
         if length > longest:
             raise ConfigError(f"{length} exceeds the model's limit of {longest}", field="max_sequence_length")
         default = _CPU_NUM_TOKENS if model.device.type == "cpu" else _GPU_NUM_TOKENS
-        return cls(length, config.max_num_tokens or default)
+        num_tokens = config.max_num_tokens or default
+        if model.is_encoder and num_tokens < length - 1:
+            if config.max_num_tokens:
+                raise ConfigError(
+                    f"is {num_tokens}; must be at least {length - 1}, the longest prompt, since an encoder computes "
+                    "each prompt in one step; set max_sequence_length to limit prompts",
+                    field="max_num_tokens",
+                )
+            num_tokens = length - 1
+        return cls(length, num_tokens)
 
 
 def may_run_ahead(config: WorkerConfig, model: LoadedModel) -> bool:

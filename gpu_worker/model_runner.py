@@ -49,7 +49,7 @@ from gpu_worker.models.loader import LoadedModel, load_model, num_threads
 from gpu_worker.sampling.beam_stops import BeamStops
 from gpu_worker.sampling.beams import Candidates
 from gpu_worker.sampling.guided import UNCONSTRAINED, Constraints, Guides
-from gpu_worker.sampling.output_probes import load_output_probes, refuse_unknown_probes
+from gpu_worker.sampling.output_probes import ClassScores, load_output_probes, refuse_unknown_probes
 from gpu_worker.sampling.outputs import Reporter, Reports
 from gpu_worker.sampling.post_processors import load_post_processors, refuse_unknown
 from gpu_worker.sampling.sampler import Chosen, Sampled, Sampler, digests_of
@@ -61,6 +61,7 @@ from midstream.config import WorkerConfig
 from midstream.errors import ConfigError, MidstreamError, UnsupportedError
 from midstream.grammar.process import GrammarProcess
 from midstream.model.folder import ModelFolder
+from midstream.model.sentence_transformers import CLASS_SCORES
 from midstream.model.tokenizer import Tokenizer
 from midstream.text.incremental import decoder_factory
 
@@ -149,7 +150,9 @@ class ModelRunner:
         self._draft = load_draft_model(config, self.model.description) if config.draft_model else None
         if self._draft is not None and (self.model.description.state_size or self._draft.description.state_size):
             raise UnsupportedError("a recurrent state cannot be reset to before rejected drafts", field="draft_model")
-        self.output_probes = load_output_probes(self.model.description.num_layers)
+        self.output_probes = {**load_output_probes(self.model.description.num_layers), **self.model.probes}
+        if folder.num_labels is not None:
+            self.output_probes[CLASS_SCORES] = ClassScores(folder.num_labels)
         self.post_processors = load_post_processors(config.logits_post_processors)
         self.adapters = adapter_cache(
             config,
@@ -575,7 +578,7 @@ def _rows_of(contexts: list[ContextChunk]) -> IntArray:
 
 def _shared_store(config: WorkerConfig, folder: ModelFolder, model: LoadedModel) -> KvStore | None:
     """Return the store that holds the KV pool of a CPU worker with shared_kv_folder set; None for other workers."""
-    if not config.shared_kv_folder or model.device.type != "cpu":
+    if not config.shared_kv_folder or model.device.type != "cpu" or model.is_encoder:
         return None
     if model.description.latent is not None or model.description.state_size:
         logger.warning("the KV pool is not shared: latent attention and recurrent states are not supported")

@@ -39,7 +39,7 @@ from gpu_worker.models.images import ImageEncoder
 from gpu_worker.models.loader import compute_dtype, use_device
 from gpu_worker.parallel.ranks import ALONE, Ranks
 from gpu_worker.scheduler_link.link import EpochStarted, SchedulerLink, Stopped, WaitingStep
-from gpu_worker.scheduler_link.messages import FEATURES, PROTOCOL_VERSION
+from gpu_worker.scheduler_link.messages import ENCODER_FEATURES, FEATURES, PROTOCOL_VERSION
 from gpu_worker.scheduler_link.request_log import RequestLog
 from gpu_worker.step_traces import StepTraces
 from gpu_worker.weight_hasher import WeightHasher
@@ -347,7 +347,7 @@ def _registration(
         kv_store=runner.kv.store_name,
         tier_store="" if runner.kv.tiers is None else runner.kv.tiers.name,
         block_bytes=block_bytes(model.description, config.tokens_per_block, model.kv_dtype),
-        attention_windows=model.description.reaches,
+        attention_windows=() if model.is_encoder else model.description.reaches,
         max_attention_window=config.max_attention_window,
         role=config.role,
         kv_source="" if runner.kv.server is None else str(runner.kv.server.source),
@@ -361,13 +361,15 @@ def _registration(
 def features_of(runner: ModelRunner) -> list[str]:
     """Return the names of the features to register: post-processors by name, probes with their width and name."""
     features = [*FEATURES]
+    if runner.model.is_encoder:
+        features = [*ENCODER_FEATURES]
     if runner.model.description.state_size:
         # A recurrent state cannot be rolled back when drafts are rejected.
         features.remove("speculative")
         features.append("recurrent_state")
     if runner.model.takes_lora:
         features.append("lora")
-    if is_available():
+    if is_available() and not runner.model.is_encoder:
         features.append("guided_decoding")
     if runner.post_processors:
         features.append("logits_post_processor")

@@ -82,6 +82,20 @@ def gated_delta_rule(
     return torch.stack(outs, dim=1), state
 
 
+def channel_scan(x: Tensor, step: Tensor, rates: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """For each token, decay the state of a channel by exp(step * rates), add step * x times b, and contract it with c.
+
+    x and step [n, T, C], rates [C, N], b and c [n, T, N], state [n, C, N] -> [n, T, C] and the state after the last
+    token.
+    """
+    added, outs = x * step, []
+    for t in range(x.shape[1]):
+        decay = torch.exp(wide(step[:, t, :, None] * rates)).float()
+        state = state * decay + added[:, t, :, None] * b[:, t, None]
+        outs.append(fold(state * c[:, t, None], -1))
+    return torch.stack(outs, dim=1), state
+
+
 def selective_scan(
     x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:

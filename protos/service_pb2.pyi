@@ -27,20 +27,40 @@ class _Pooling:
 class _PoolingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
-    """The pooling defined by the model folder's module Pooling (sentence-transformers); without one, POOLING_LAST."""
+    """The pooling defined by the model folder's module Pooling (sentence-transformers); without one, POOLING_MEAN for
+    encoders and POOLING_LAST for other models.
+    """
     POOLING_LAST: _Pooling.ValueType  # 1
     """The hidden state at the last token."""
     POOLING_MEAN: _Pooling.ValueType  # 2
     """The mean of the hidden states at all tokens; no cached prefix is used."""
+    POOLING_CLS: _Pooling.ValueType  # 3
+    """The others are for encoders only. The hidden state at the first token."""
+    POOLING_MAX: _Pooling.ValueType  # 4
+    """The maximum of each element over all tokens."""
+    POOLING_MEAN_SQRT_LEN_TOKENS: _Pooling.ValueType  # 5
+    """The sum over all tokens, divided by the square root of their number."""
+    POOLING_WEIGHTEDMEAN: _Pooling.ValueType  # 6
+    """The mean with the weights 1, 2, 3, …."""
 
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper): ...
 
 POOLING_UNSPECIFIED: Pooling.ValueType  # 0
-"""The pooling defined by the model folder's module Pooling (sentence-transformers); without one, POOLING_LAST."""
+"""The pooling defined by the model folder's module Pooling (sentence-transformers); without one, POOLING_MEAN for
+encoders and POOLING_LAST for other models.
+"""
 POOLING_LAST: Pooling.ValueType  # 1
 """The hidden state at the last token."""
 POOLING_MEAN: Pooling.ValueType  # 2
 """The mean of the hidden states at all tokens; no cached prefix is used."""
+POOLING_CLS: Pooling.ValueType  # 3
+"""The others are for encoders only. The hidden state at the first token."""
+POOLING_MAX: Pooling.ValueType  # 4
+"""The maximum of each element over all tokens."""
+POOLING_MEAN_SQRT_LEN_TOKENS: Pooling.ValueType  # 5
+"""The sum over all tokens, divided by the square root of their number."""
+POOLING_WEIGHTEDMEAN: Pooling.ValueType  # 6
+"""The mean with the weights 1, 2, 3, …."""
 global___Pooling = Pooling
 
 @typing.final
@@ -88,6 +108,7 @@ class EmbedRequest(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     POOLING_FIELD_NUMBER: builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """As in GenerateRequest. If there are several inputs, each becomes a request whose id has the input's index appended
     (-0, -1, …).
@@ -101,6 +122,10 @@ class EmbedRequest(google.protobuf.message.Message):
     priority: builtins.int
     cache_salt: builtins.str
     pooling: global___Pooling.ValueType
+    truncate_prompt_tokens: builtins.int
+    """Truncate inputs to this number of tokens, keeping their start and the special tokens around them; -1 means as many as
+    the model takes. Default: longer inputs are rejected.
+    """
     @property
     def inputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EmbedInput]:
         """1 to 2,048."""
@@ -122,13 +147,16 @@ class EmbedRequest(google.protobuf.message.Message):
         priority: builtins.int = ...,
         cache_salt: builtins.str = ...,
         pooling: global___Pooling.ValueType = ...,
+        truncate_prompt_tokens: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "dimensions", b"dimensions", "lora", b"lora", "normalize", b"normalize"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "cache_salt", b"cache_salt", "client_id", b"client_id", "dimensions", b"dimensions", "inputs", b"inputs", "lora", b"lora", "model", b"model", "normalize", b"normalize", "pooling", b"pooling", "priority", b"priority", "request_id", b"request_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "dimensions", b"dimensions", "lora", b"lora", "normalize", b"normalize", "truncate_prompt_tokens", b"truncate_prompt_tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_salt", b"cache_salt", "client_id", b"client_id", "dimensions", b"dimensions", "inputs", b"inputs", "lora", b"lora", "model", b"model", "normalize", b"normalize", "pooling", b"pooling", "priority", b"priority", "request_id", b"request_id", "truncate_prompt_tokens", b"truncate_prompt_tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_dimensions", b"_dimensions"]) -> typing.Literal["dimensions"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_normalize", b"_normalize"]) -> typing.Literal["normalize"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]) -> typing.Literal["truncate_prompt_tokens"] | None: ...
 
 global___EmbedRequest = EmbedRequest
 

@@ -237,8 +237,9 @@ class Register(google.protobuf.message.Message):
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Request features that the group supports. In addition, `recurrent_state` means that blocks contain the recurrent
-        state after their last token, so that a sequence can continue only at the end of a full block, and `vision` means
-        that the group encodes images.
+        state after their last token, so that a sequence can continue only at the end of a full block, `vision` means that
+        the group encodes images, and `whole_prompts` means that each prompt must be computed in one step, without a cached
+        prefix, as encoders need.
         """
 
     @property

@@ -95,6 +95,7 @@ _HTTP = (
     ("/v1/", _GENERATE),
     ("/score", _GENERATE),
     ("/rerank", _GENERATE),
+    ("/classify", _GENERATE),
     ("/v2/rerank", _GENERATE),
     ("/v2/models/", _GENERATE),
     ("/v2", _ANY),

@@ -37,6 +37,10 @@ _POOLING = {
     service_pb2.POOLING_UNSPECIFIED: None,
     service_pb2.POOLING_LAST: Pooling.LAST,
     service_pb2.POOLING_MEAN: Pooling.MEAN,
+    service_pb2.POOLING_CLS: Pooling.CLS,
+    service_pb2.POOLING_MAX: Pooling.MAX,
+    service_pb2.POOLING_MEAN_SQRT_LEN_TOKENS: Pooling.MEAN_SQRT_LENGTH,
+    service_pb2.POOLING_WEIGHTEDMEAN: Pooling.WEIGHTED_MEAN,
 }
 
 
@@ -129,8 +133,19 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         )
         if request.pooling not in _POOLING:
             raise InvalidArgumentError(f"has the unknown value {request.pooling}", field="pooling")
+        truncate = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
+        if truncate is not None and truncate < 1 and truncate != -1:
+            raise InvalidArgumentError(
+                "must be at least 1, or -1 for the model's limit", field="truncate_prompt_tokens"
+            )
         vectors, usage = await self._embedder.embed(
-            base, inputs, shape, pooling=_POOLING[request.pooling], timeout_s=context.time_remaining(), key=key
+            base,
+            inputs,
+            shape,
+            pooling=_POOLING[request.pooling],
+            timeout_s=context.time_remaining(),
+            key=key,
+            truncate=truncate,
         )
         response = service_pb2.EmbedResponse(
             request_id=request_id, usage=pb.Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)

@@ -61,7 +61,7 @@ class KvCache:
             num_blocks,
             tokens_per_block,
             description.num_kv_heads,
-            description.head_dim if self._has_scales else stored_head_dim(description.head_dim, dtype),
+            description.cached_dim if self._has_scales else stored_head_dim(description.cached_dim, dtype),
         )
         self.key_scales, self.value_scales = (
             _zeros(shape[:-1] if self._has_scales else (0, num_blocks), torch.float32, device) for _ in range(2)
@@ -193,7 +193,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 def block_bytes(description: DecoderDescription, tokens_per_block: int, dtype: torch.dtype) -> int:
     """Return the size in bytes of one block in all layers, including recurrent states."""
-    head_bytes = stored_head_dim(description.head_dim, dtype) * dtype.itemsize
+    head_bytes = stored_head_dim(description.cached_dim, dtype) * dtype.itemsize
     if dtype == torch.float8_e4m3fn:
         head_bytes += torch.float32.itemsize
     num_tensors = 1 if description.latent else 2

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_worker.models.description import DecoderDescription, DeltaNet, ShortConv
+from gpu_worker.models.description import ChannelMamba, DecoderDescription, DeltaNet, ShortConv
 from gpu_worker.models.families import family_of
 from gpu_worker.models.families.family import DELTA_NET_INPUTS
 
@@ -158,6 +158,8 @@ def _recurrent_shapes(d: DecoderDescription) -> dict[str, tuple[int, int]]:
         }
     if isinstance(kind, ShortConv):
         return {"in": (d.hidden_size, 3 * kind.size), "mixer_out": (kind.size, d.hidden_size)}
+    if isinstance(kind, ChannelMamba):
+        return {"in": (d.hidden_size, 2 * kind.size)}
     return {"in": (d.hidden_size, kind.size + kind.channels + kind.num_heads)}
 
 

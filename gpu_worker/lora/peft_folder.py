@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gpu_worker.lora.adapter import Adapter, LoraPair, expert_shapes, layer_modules, module_paths, module_shapes
 from gpu_worker.lora.experts import ExpertTensors, WrongTensorError, expert_path
-from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.description import DecoderDescription, grouped_rows
 from gpu_worker.models.families import family_of
 from midstream.errors import InvalidArgumentError, UnsupportedError
 
@@ -251,6 +251,8 @@ class _Lora:
         for name, tensor, shape in ((name_a, a, (rank, num_inputs)), (name_b, b, (sum(sizes), rank))):
             if tensor.shape != shape:
                 raise _wrong(f"{self._weights_path}: {name} is {list(tensor.shape)}, expected {list(shape)}")
+        if self._description.has_grouped_qkv and modules == ("q", "k", "v"):
+            b = b[grouped_rows(self._description)]
         return {module: LoraPair(a, part, scale) for module, part in zip(modules, torch.split(b, sizes), strict=True)}
 
     def _rank_and_scale(self, path: str) -> tuple[int, float]:

@@ -15,11 +15,18 @@ from gpu_worker.kv.cache import KvCache
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.arena import AdapterArena, PlacedAdapter, adapter_use
 from gpu_worker.lora.inputs import AdapterTokens, AdapterUse, VirtualTokens
-from gpu_worker.models.description import DecoderDescription, DeltaNet, Rotary, ShortConv
+from gpu_worker.models.description import ChannelMamba, DecoderDescription, DeltaNet, Rotary, ShortConv
 from gpu_worker.models.layers.attention import Angles, Attention, LatentAttention, PagedTokens
 from gpu_worker.models.layers.feed_forward import Experts, FeedForward, MixtureLayer
 from gpu_worker.models.layers.linear import AddExpertLora, AddLora, Linear, int8_rows
-from gpu_worker.models.layers.recurrent import DeltaNetLayer, MambaLayer, Pieces, ShortConvLayer, pieces_of
+from gpu_worker.models.layers.recurrent import (
+    ChannelMambaLayer,
+    DeltaNetLayer,
+    MambaLayer,
+    Pieces,
+    ShortConvLayer,
+    pieces_of,
+)
 from gpu_worker.models.layers.rotary import query_scales, rotary_table
 from gpu_worker.models.weights.progress import with_progress
 from gpu_worker.parallel.shard import Shard, whole_shard
@@ -127,7 +134,7 @@ class PartDecoder(Decoder, Protocol):
         """Write keys and values, and compute the last layer's output from the first layer's input [M, hidden_size]."""
 
 
-_RecurrentLayer = DeltaNetLayer | MambaLayer | ShortConvLayer
+_RecurrentLayer = DeltaNetLayer | MambaLayer | ChannelMambaLayer | ShortConvLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +178,7 @@ class TorchDecoder:
             self._head = self._embedding if head is None else self._place(head.dense())
             self._head_bias = self._placed(weights.head_bias())
             self._positions = self._placed(weights.positions())
+            self._embedding_norm = self._placed(weights.embedding_norm())
         self._layers = [
             self._layer(i, layer)
             for i, layer in enumerate(with_progress(weights.layers(), d.num_layers, "loading layers"))
@@ -225,7 +233,7 @@ class TorchDecoder:
             hidden[inputs.virtual.places.to(self._device)] = values
         if self._positions is not None:
             hidden = hidden + functional.embedding(inputs.positions.long(), self._positions)
-        return hidden
+        return self._norm(hidden, self._embedding_norm)
 
     def run_layers(self, hidden: Tensor, inputs: ForwardInputs, probe: Probe | None = None) -> Tensor:
         """Write keys and values, and compute the last layer's output from the first layer's input [M, hidden_size]."""
@@ -246,7 +254,8 @@ class TorchDecoder:
             if layer.attention is not None:
                 table = self._table_of[i]
                 turned = None if table is None else angles[table]
-                mixed = layer.attention(x, self._tokens(i, inputs), turned, query_scale, self._ranks, add_lora)
+                tokens = self._tokens(i, inputs)
+                mixed = layer.attention(x, tokens, turned, query_scale, self._ranks, add_lora, positions)
                 mixed = self._part(mixed, layer.attention_output_norm)
                 if self._description.attention_output_scale != 1.0:
                     mixed = mixed * self._description.attention_output_scale
@@ -340,6 +349,8 @@ class TorchDecoder:
         if mixed is not None and not self._description.is_parallel:
             x, residual = self._add_and_norm(mixed, residual, layer.ffn_norm)
             mixed = None
+        elif layer.ffn_norm is not None:
+            x = self._norm(residual, layer.ffn_norm)
         ffn = layer.feed_forward
         out = ffn(x, add_lora, add_expert_lora) if isinstance(ffn, MixtureLayer) else ffn(x, add_lora)
         out = self._part(out, layer.ffn_output_norm)
@@ -414,7 +425,15 @@ class TorchDecoder:
             sinks=None if weights.sinks is None else weights.sinks.float().to(self._device),
             unit=self._place(torch.ones(d.head_dim)) if d.has_unit_qk_norm else None,
             kv_rounding=weights.kv_rounding,
+            slopes=self._slopes(),
         )
+
+    def _slopes(self) -> Tensor | None:
+        """Return ALiBi's slopes of this rank's heads, divided by the factor of the scores."""
+        d, heads = self._description, self._shard.heads
+        if not d.alibi:
+            return None
+        return (torch.tensor(d.alibi[heads.start : heads.stop]) / d.scale).to(self._device)
 
     def _latent_attention(self, weights: LayerWeights) -> LatentAttention:
         d, latent, w = self._description, self._description.latent, weights.latent
@@ -443,6 +462,13 @@ class TorchDecoder:
         bias = None if w.conv_bias is None else w.conv_bias.float().to(self._device)
         if isinstance(kind, ShortConv):
             return ShortConvLayer(kind, inputs[0], conv, bias, output)
+        if isinstance(kind, ChannelMamba):
+            assert w.decay_logs is not None
+            assert w.skip is not None
+            rates = -torch.exp(w.decay_logs.float()).to(self._device)
+            return ChannelMambaLayer(
+                kind, inputs[0], inputs[1], inputs[2], conv, bias, rates, w.skip.float().to(self._device), output
+            )
         assert w.step_bias is not None
         assert w.decay_logs is not None
         # Keep these parameters in float32: they are small, and they are exponentiated.

@@ -8,9 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from kernels import Activation
 from midstream.errors import ConfigError
 
+# Number of elements by which ALiBi extends queries, keys and values. Two are used; with eight, heads keep a size that
+# kernels support.
+ALIBI_DIM = 8
 Scoring = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 
 
@@ -171,7 +177,34 @@ class ShortConv:
         return (self.kernel - 1) * self.size
 
 
-Recurrent = DeltaNet | Mamba | ShortConv
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelMamba:
+    """Mamba 1, a selective state space model that replaces attention; each channel has a state and decays of its own.
+
+    Attributes:
+        size: Number of channels.
+        state_dim: Size of a channel's state.
+        step_rank: Rank of the projection of time steps.
+        kernel: Number of tokens that the convolution covers.
+    """
+
+    size: int
+    state_dim: int
+    step_rank: int
+    kernel: int
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of the convolution."""
+        return self.size
+
+    @property
+    def state_size(self) -> int:
+        """Number of elements in a sequence's state: the convolution's last inputs, and the states of all channels."""
+        return (self.kernel - 1 + self.state_dim) * self.size
+
+
+Recurrent = DeltaNet | Mamba | ChannelMamba | ShortConv
 LayerParts = Literal["both", "mixer", "feed_forward"]
 
 
@@ -201,6 +234,12 @@ class DecoderDescription:
             no table.
         norm_place: Whether norms are before attention and the feed-forward network, after them, or both.
         is_parallel: Whether attention and the feed-forward network read the same normalized input.
+        has_two_norms: Whether, with `is_parallel`, the feed-forward network has a norm of its own for its input.
+        has_grouped_qkv: Whether the rows of the file's matrix of queries, keys and values are in the order of the KV
+            heads: for each, its queries, its key and its value.
+        has_embedding_norm: Whether embeddings are normalized before the first layer.
+        alibi: For each query head, the slope of its attention bias: scores grow by it with each position of the key
+            (ALiBi). Empty if there are no biases.
         qk_norm: Norm of queries and keys, over each head or over all heads of a token together.
         has_unit_qk_norm: Whether rotated queries and keys are scaled to unit root mean square (Llama 4).
         rotary: Rotary embedding by layer; None if the layer has none.
@@ -249,6 +288,10 @@ class DecoderDescription:
     position_offset: int | None = None
     norm_place: Literal["before", "after", "around"] = "before"
     is_parallel: bool = False
+    has_two_norms: bool = False
+    has_grouped_qkv: bool = False
+    has_embedding_norm: bool = False
+    alibi: tuple[float, ...] = ()
     qk_norm: Literal["head", "row"] | None = None
     has_unit_qk_norm: bool = False
     chunks: tuple[int | None, ...] = ()
@@ -289,6 +332,11 @@ class DecoderDescription:
     def query_dim(self) -> int:
         """Size of a query head before it is projected into the latent space."""
         return self.head_dim if self.latent is None else self.latent.nope_dim + self.latent.rope_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Size of a head in the cache: with ALiBi, keys have additional elements that hold their position."""
+        return self.head_dim + (ALIBI_DIM if self.alibi else 0)
 
     @property
     def query_rows(self) -> int:
@@ -377,3 +425,10 @@ def narrowed(
             field="sink_token_length",
         )
     return tuple(window - sink_token_length for window in limited)
+
+
+def grouped_rows(d: DecoderDescription) -> Tensor:
+    """Return the rows of all queries, then keys, then values in a matrix with the order of `has_grouped_qkv`."""
+    each = d.num_heads // d.num_kv_heads + 2
+    rows = torch.arange(d.num_kv_heads * each * d.head_dim).view(d.num_kv_heads, each, d.head_dim)
+    return torch.cat([rows[:, :-2].flatten(), rows[:, -2].flatten(), rows[:, -1].flatten()])

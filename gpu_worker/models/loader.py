@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from gpu_worker.parallel.pipeline import as_stage
 from gpu_worker.parallel.ranks import ALONE, Ranks
 from gpu_worker.parallel.shard import Shard, shard_of, whole_shard
 from gpu_worker.parallel.tensor_ranks import ONE_RANK
+from gpu_worker.sampling.output_probes import OutputProbe
 from kernels.cpu import Library, ThreadPool, load_library, supports
 from kernels.quantized_kv import LARGEST
 from midstream.config import WorkerConfig
@@ -38,7 +40,11 @@ _KV_DTYPES = {
     "f8": torch.float8_e4m3fn,
 }
 # Architectures whose outputs are neither next-token logits nor class scores for a text.
-_OTHER_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
+_OTHER_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForMaskedLM")
+# Settings that have no meaning without a KV cache.
+_OF_THE_CACHE = (
+    "role", "draft_model", "host_kv_bytes", "disk_kv_folder", "max_attention_window", "layer_attention_windows", "kv",
+)  # fmt: skip
 # Minimum compute capability for float8 (Ada, Hopper).
 _FLOAT8_CAPABILITY = (8, 9)
 # Minimum compute capability for float8 matrix multiplication with a scale per row (Hopper).
@@ -56,6 +62,8 @@ class LoadedModel:
         adapter_bytes: Size in bytes of the memory for LoRA adapters on the device.
         rounds_kv: Whether keys and values are rounded as the checkpoint says before they are stored.
         threads: Threads of the CPU kernels for sampling; None if PyTorch samples.
+        is_encoder: Whether each step must contain whole prompts, since there are no keys and values of earlier steps.
+        probes: The model's own output probes, by name.
     """
 
     description: DecoderDescription
@@ -70,6 +78,8 @@ class LoadedModel:
     adapter_bytes: int = 0
     rounds_kv: bool = False
     threads: ThreadPool | None = None
+    is_encoder: bool = False
+    probes: Mapping[str, OutputProbe] = field(default_factory=dict)
 
     @property
     def shard(self) -> Shard:
@@ -90,7 +100,8 @@ def load_model(config: WorkerConfig, folder: ModelFolder, communicator: RankComm
         UnsupportedError: The model or a setting is not supported.
     """
     model = load_beside(config, folder, communicator)
-    _choose_attention(config, model.part, model.dtype, model.kv_dtype, model.device)
+    if not model.is_encoder:
+        _choose_attention(config, model.part, model.dtype, model.kv_dtype, model.device)
     return model
 
 
@@ -106,11 +117,9 @@ def load_beside(config: WorkerConfig, folder: ModelFolder, communicator: RankCom
     ranks = ALONE if communicator is None else communicator.ranks
     device = use_device(config, ranks)
     dtype = compute_dtype(config, device)
-    _check_activations(config, device)
-    if device.type == "cuda":
-        kernels.set_float8_inputs(config.activations == "f8")
-        kernels.set_batch_invariant(config.batch_invariant, config.max_sequence_length or folder.max_sequence_length)
-    _check_sinks(config)
+    _use_kernel_settings(config, folder, device)
+    if folder.is_encoder:
+        return _load_encoder(config, folder, device, dtype, communicator)
     started = time.perf_counter()
     try:
         description = _describe_native(config, folder)
@@ -127,8 +136,7 @@ def load_beside(config: WorkerConfig, folder: ModelFolder, communicator: RankCom
     kv_dtype = _kv_dtype(config, device, dtype) if library is None else _KV_DTYPES.get(config.kv, torch.int16)
     if library is not None and config.kv == "f8":
         raise UnsupportedError("a KV cache in f8 needs a GPU", field="kv")
-    if description.latent is not None and kv_dtype in LARGEST:
-        raise UnsupportedError(f"latent attention does not support a KV cache in {config.kv}", field="kv")
+    _refuse_quantized_kv(config, description, kv_dtype)
     part_weights: DecoderWeights | ShardWeights = weights if ranks.is_alone else ShardWeights(weights, shard)
     decoder: TorchDecoder | CpuDecoder
     if library is None:
@@ -148,7 +156,7 @@ def load_beside(config: WorkerConfig, folder: ModelFolder, communicator: RankCom
     # operations that read sizes back from the device.
     can_record = not (description.latent or description.num_sink_tokens or description.state_size)
     if device.type == "cuda":
-        can_record = can_record and kernels.can_record_attention(description.head_dim)
+        can_record = can_record and kernels.can_record_attention(description.cached_dim)
     whole: Decoder = decoder if communicator is None else as_stage(decoder, description, communicator, dtype)
     divided = None if communicator is None else shard
     return LoadedModel(
@@ -166,12 +174,28 @@ def load_beside(config: WorkerConfig, folder: ModelFolder, communicator: RankCom
     )
 
 
+def _use_kernel_settings(config: WorkerConfig, folder: ModelFolder, device: torch.device) -> None:
+    """Configure the kernels. Raises ConfigError or UnsupportedError if a setting is invalid."""
+    _check_activations(config, device)
+    if device.type == "cuda":
+        kernels.set_float8_inputs(config.activations == "f8")
+        kernels.set_batch_invariant(config.batch_invariant, config.max_sequence_length or folder.max_sequence_length)
+    _check_sinks(config)
+
+
 def _check_sinks(config: WorkerConfig) -> None:
     """Raise ConfigError if the number of sink tokens is invalid."""
     if config.sink_token_length < 0:
         raise ConfigError(f"is {config.sink_token_length}; must be at least 0", field="sink_token_length")
     if config.sink_token_length and not config.max_attention_window:
         raise ConfigError("has no meaning without max_attention_window; leave it out", field="sink_token_length")
+
+
+def _refuse_quantized_kv(config: WorkerConfig, description: DecoderDescription, kv_dtype: torch.dtype) -> None:
+    """Raise UnsupportedError if the cache would be quantized, although the model needs exact keys."""
+    kind = "latent attention" if description.latent is not None else "ALiBi" if description.alibi else ""
+    if kind and kv_dtype in LARGEST:
+        raise UnsupportedError(f"{kind} does not support a KV cache in {config.kv}", field="kv")
 
 
 def _window_limits(config: WorkerConfig) -> tuple[int, ...]:
@@ -192,8 +216,9 @@ def _window_limits(config: WorkerConfig) -> tuple[int, ...]:
 def refuse_other_heads(folder: ModelFolder) -> None:
     """Raise UnsupportedError if the outputs of the model are of a kind that is not served."""
     for name in folder.config.get("architectures") or ():
-        if str(name).endswith(_OTHER_HEADS):
-            raise UnsupportedError(f"{name} is not a causal language model, so it is not served", field="model")
+        # Embeddings are computed without the head.
+        if str(name).endswith(_OTHER_HEADS) and not (folder.is_encoder and str(name).endswith("ForMaskedLM")):
+            raise UnsupportedError(f"the outputs of {name} are not served", field="model")
 
 
 def _describe_native(config: WorkerConfig, folder: ModelFolder) -> DecoderDescription | None:
@@ -263,6 +288,43 @@ def _load_from_transformers(
     )
 
 
+def _load_encoder(
+    config: WorkerConfig,
+    folder: ModelFolder,
+    device: torch.device,
+    dtype: torch.dtype,
+    communicator: RankCommunicator | None,
+) -> LoadedModel:
+    """Load an encoder. Raises the errors of `load_model`."""
+    from gpu_worker.models.encoder import TransformersEncoder
+    from gpu_worker.models.weights.quantized import refuse_quantized
+
+    if communicator is not None:
+        raise UnsupportedError("an encoder cannot be sharded across ranks", field="model")
+    if config.implementation == "native":
+        raise UnsupportedError(f"{folder.architecture!r} has only the transformers implementation", field="model")
+    for name in _OF_THE_CACHE:
+        if getattr(config, name) != getattr(WorkerConfig, name):
+            raise ConfigError(f"has no meaning for {folder.architecture!r}, which has no KV cache", field=name)
+    refuse_quantized(folder)
+    started = time.perf_counter()
+    encoder = TransformersEncoder(folder, dtype, device, config.weights)
+    took = time.perf_counter() - started
+    logger.info("loaded %s (encoder, transformers implementation) on %s in %.1f s", folder.name, device, took)
+    return LoadedModel(
+        encoder.description,
+        encoder,
+        device,
+        dtype,
+        kv_dtype=dtype,
+        can_record=False,
+        takes_lora=False,
+        threads=_sampling_threads(config, device),
+        is_encoder=True,
+        probes=encoder.probes,
+    )
+
+
 def _choose_attention(
     config: WorkerConfig, part: DecoderDescription, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -272,7 +334,7 @@ def _choose_attention(
             raise ConfigError(f"{config.attention} needs a GPU", field="attention")
         return
     case = kernels.AttentionCase(
-        dtype, kv_dtype, part.num_heads, part.num_kv_heads, part.head_dim, config.tokens_per_block, part.softcap
+        dtype, kv_dtype, part.num_heads, part.num_kv_heads, part.cached_dim, config.tokens_per_block, part.softcap
     )
     try:
         kernels.choose_attention("triton" if part.latent else config.attention, case, device)

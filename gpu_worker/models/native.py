@@ -322,6 +322,8 @@ def what_is_missing(description: DecoderDescription) -> str | None:
     d = description
     if d.latent is not None:
         return "it has latent attention"
+    if d.alibi:
+        return "it has ALiBi"
     if d.num_sink_tokens:
         return "sink_token_length is set"
     if any(d.recurrent):

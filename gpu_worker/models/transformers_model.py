@@ -230,8 +230,8 @@ class TransformersDecoder:
             ConfigError: Weights are missing or have another shape.
             UnsupportedError: The model cannot run this way; the message says why.
         """
-        self._model = _load(folder, dtype)
-        _replace_linears(self._model, weights)
+        self._model = load_transformers(folder, dtype, transformers.AutoModelForCausalLM, _INTERFACE)
+        replace_linears(self._model, weights)
         self._model.to(device)
         self._device = device
         self._takes_places = "logits_to_keep" in inspect.signature(self._model.forward).parameters
@@ -345,15 +345,27 @@ class TransformersDecoder:
             _current.reset(token)
 
 
-def _load(folder: ModelFolder, dtype: torch.dtype) -> Any:
+def load_transformers(
+    folder: ModelFolder, dtype: torch.dtype, auto: Any, attention: str, may_lack: tuple[str, ...] = ()
+) -> Any:
+    """Load a model with an auto class of transformers.
+
+    Args:
+        attention: Name of its implementation of attention.
+        may_lack: Prefixes of the names of weights that may be missing.
+
+    Raises:
+        ConfigError: Weights are missing or have another shape.
+        UnsupportedError: transformers cannot load it.
+    """
     if folder.weights_format != "safetensors":
         raise UnsupportedError(f"a GGUF file of {folder.architecture!r} is not supported", field="model")
     transformers.utils.logging.disable_progress_bar()
     try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        model, info = auto.from_pretrained(
             folder.path,
             dtype=dtype,
-            attn_implementation=_INTERFACE,
+            attn_implementation=attention,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
@@ -364,8 +376,8 @@ def _load(folder: ModelFolder, dtype: torch.dtype) -> Any:
         reason = _own_attention(_config_of(folder)) or f"transformers cannot load {folder.architecture!r}: {lines[0]}"
         raise UnsupportedError(reason, field="model") from error
     for kind in ("missing_keys", "mismatched_keys"):
-        if info[kind]:
-            names = sorted(str(name) for name in info[kind])
+        names = sorted(str(name) for name in info[kind] if not str(name).startswith(may_lack or ("\0",)))
+        if names:
             raise ConfigError(f"the weights have {kind.replace('_', ' ')}: {', '.join(names[:3])}", field="model")
     return model.eval()
 
@@ -390,7 +402,7 @@ def _own_attention(config: Any) -> str:
     )
 
 
-def _replace_linears(model: nn.Module, weights: str) -> None:
+def replace_linears(model: nn.Module, weights: str) -> None:
     """Replace linear layers by ones like the native layers: batch-invariant on a CPU, optionally with int8 weights."""
     for module in list(model.modules()):
         child: Any

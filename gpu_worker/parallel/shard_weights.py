@@ -59,6 +59,10 @@ class ShardWeights:
         """Return the model's position vectors; None if there are none."""
         return self._weights.positions()
 
+    def embedding_norm(self) -> Tensor | None:
+        """Return the model's norm of the embeddings."""
+        return self._weights.embedding_norm()
+
     def final_norm(self) -> Tensor:
         """The weight of the final norm, [hidden_size]."""
         return self._weights.final_norm()

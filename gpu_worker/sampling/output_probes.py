@@ -35,10 +35,13 @@ class OutputProbe(ABC):
         width: Number of values per position.
         layers: Hidden states that it reads: 0 is the embeddings, i the output of layer i; the last layer's output is
             normed.
+        of_sequence: Whether `states` has all positions of a sequence in the pass, for one row of the output. Only
+            encoders have such probes, whose passes contain whole sequences.
     """
 
     width: ClassVar[int]
     layers: ClassVar[Sequence[int]] = ()
+    of_sequence: ClassVar[bool] = False
 
     @abstractmethod
     def compute(self, states: Mapping[int, Tensor], logits: Tensor) -> Tensor:
@@ -48,6 +51,17 @@ class OutputProbe(ABC):
             states: Float32 [positions, hidden size] of each of `layers`.
             logits: Float32 [positions, vocabulary]: the model's logits, unmodified.
         """
+
+
+class ClassScores(OutputProbe):
+    """The scores of the classes of a classification head, which are the logits of the first tokens."""
+
+    def __init__(self, num_labels: int) -> None:
+        self.width = num_labels  # type: ignore[misc]
+
+    def compute(self, states: Mapping[int, Tensor], logits: Tensor) -> Tensor:
+        """Return float32 [positions, number of classes]."""
+        return logits[:, : self.width]
 
 
 def load_output_probes(num_layers: int) -> dict[str, OutputProbe]:

@@ -8,6 +8,7 @@ this module.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -80,12 +81,14 @@ class Reporter:
                 try:
                     if row in self._rows.failed:
                         raise self._rows.failed[row]
-                    tensors += self._report_token(row, positions[place], probe, logits[place : place + 1])
+                    first = starts[bisect_right(starts, positions[place]) - 1]
+                    tensors += self._report_token(row, first, positions[place], probe, logits[place : place + 1])
                 except MidstreamError as error:
                     errors.append((row, error))
         return Reports(tuple(prompts), tuple(tensors), tuple(errors))
 
-    def _report_token(self, row: int, position: int, probe: Probe, logits: Tensor) -> Iterator[RowTensor]:
+    def _report_token(self, row: int, first: int, position: int, probe: Probe, logits: Tensor) -> Iterator[RowTensor]:
+        """Yield the outputs of a sampled token; `first` is the place of its sequence's first token in the pass."""
         params = self._rows.outputs[row]
         index = self._rows.num_sampled(row)
         if params.generation_logits:
@@ -97,8 +100,8 @@ class Reporter:
         for ids, _ in params.token_logits:
             yield _tensor(row, token_logits_name(ids), logits[:, list(ids)], index)
         for name, _ in params.probes:
-            values = self._run_probe(name, probe, slice(position, position + 1), logits)
-            yield _tensor(row, name, values, index)
+            start = first if self._probes[name].of_sequence else position
+            yield _tensor(row, name, self._run_probe(name, probe, slice(start, position + 1), logits), index)
 
     def _run_probe(self, name: str, probe: Probe, positions: slice, logits: Tensor) -> Tensor:
         states = {layer: probe.states[layer][positions].float() for layer in self._probes[name].layers}

@@ -45,6 +45,8 @@ FEATURES = (
     "token_logits",
     "top_p_decay",
 )
+# Those of encoders. With `whole_prompts`, steps must contain whole prompts, and no cached prefix can be used.
+ENCODER_FEATURES = ("additional_outputs", "token_logits", "whole_prompts")
 
 
 def decode_step(message: worker_pb2.StepBatch) -> Step:

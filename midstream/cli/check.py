@@ -23,7 +23,7 @@ from midstream.model.json_file import read_json
 from midstream.model.prepare.gguf_file import read_gguf_head
 from midstream.model.prepare.gguf_special_tokens import special_tokens_of
 from midstream.model.safetensors_file import read_safetensors_head
-from midstream.model.sentence_transformers import TextEncoder, read_text_encoder
+from midstream.model.sentence_transformers import POOLED_STATES, TextEncoder, read_text_encoder
 from midstream.python_process import python_command, python_environment
 
 # Modules that report what a service makes of a model, and a package that the service needs.
@@ -85,7 +85,7 @@ def examine(model: str) -> Iterator[Fact]:
     """Yield all that is known about `model` without its weights."""
     try:
         folder = open_model_folder(model)
-        encoder = read_text_encoder(folder.path)
+        encoder = read_text_encoder(folder.path, is_encoder=folder.is_encoder)
     except MidstreamError as error:
         yield Fact("model", Use.REFUSED, error.message)
         return
@@ -100,7 +100,15 @@ def examine(model: str) -> Iterator[Fact]:
 def _model(folder: ModelFolder) -> Fact:
     family = next((family for family in SERVED_FAMILIES if folder.architecture in family.types), None)
     name = f"{family.title} ({folder.architecture})" if family else f"{folder.architecture}, not a listed family"
-    kind = "classifier" if folder.num_labels is not None else "model" if folder.has_head else "model without a head"
+    kind = (
+        "classifier"
+        if folder.num_labels is not None
+        else "encoder"
+        if folder.is_encoder
+        else "model"
+        if folder.has_head
+        else "model without a head"
+    )
     sizes = f"{folder.num_layers} layers of width {folder.hidden_size}, {folder.max_sequence_length:,} positions"
     return Fact("model", Use.USED, f"{kind} in {folder.weights_format}: {name}, {sizes}")
 
@@ -169,10 +177,11 @@ def _embeddings(folder: ModelFolder, encoder: TextEncoder) -> Iterator[Fact]:
     is_own = (folder.path / "modules.json").is_file() or (folder.path / encoder.pooling_file).is_file()
     if not is_own:
         return
-    supported = encoder.pooling in (("lasttoken",), ("mean",))
-    modes = " and ".join(encoder.pooling) or "none"
+    modes = POOLED_STATES if folder.is_encoder else ("lasttoken", "mean")
+    supported = len(encoder.pooling) == 1 and encoder.pooling[0] in modes
+    pooling = " and ".join(encoder.pooling) or "none"
     advice = "" if supported else "; requests must set pooling to last or mean"
-    yield Fact(encoder.pooling_file, Use.USED if supported else Use.IGNORED, f"pooling: {modes}{advice}")
+    yield Fact(encoder.pooling_file, Use.USED if supported else Use.IGNORED, f"pooling: {pooling}{advice}")
     if encoder.other_modules:
         yield Fact("embeddings", Use.REFUSED, f"modules that are not computed: {', '.join(encoder.other_modules)}")
     if encoder.prompts:

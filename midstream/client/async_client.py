@@ -236,7 +236,8 @@ class AsyncClient:
         *,
         dimensions: int | None = None,
         normalize: bool = True,
-        pooling: Literal["last", "mean"] | None = None,
+        pooling: Literal["last", "mean", "cls", "max", "mean_sqrt_len_tokens", "weightedmean"] | None = None,
+        truncate_prompt_tokens: int | None = None,
         model: str = "",
         lora: str = "",
         priority: int = 0,
@@ -250,8 +251,10 @@ class AsyncClient:
             inputs: A text, or several texts and lists of token ids.
             dimensions: Return only this many leading values of each vector; None returns all.
             normalize: Whether to scale vectors to unit length.
-            pooling: Whether to use the hidden state at the last token or the mean of all; None for the pooling that the
-                model was trained for.
+            pooling: Whether to use the hidden state at the last token or the mean of all or, for encoders, another of
+                these; None for the pooling that the model was trained for.
+            truncate_prompt_tokens: Number of tokens to which inputs are truncated; -1 means as many as the model takes,
+                and None means that longer inputs are refused.
             model: Name of the served model; empty for whichever is served.
             lora: Name of a loaded LoRA adapter.
             priority: -100..100; higher runs first.
@@ -264,6 +267,8 @@ class AsyncClient:
         set_fields(request, cache_salt=cache_salt)
         if dimensions is not None:
             set_fields(request, dimensions=dimensions)
+        if truncate_prompt_tokens is not None:
+            set_fields(request, truncate_prompt_tokens=truncate_prompt_tokens)
         metadata, retries = (("idempotency-key", uuid.uuid4().hex),), Retries(timeout_s, self._unavailable_timeout_s)
         while True:
             try:
@@ -476,6 +481,9 @@ class AsyncClient:
         raise AssertionError("unreachable")
 
 
+_POOLINGS = {name.removeprefix("POOLING_").lower(): value for name, value in service_pb2.Pooling.items() if value}
+
+
 def _embed_request(
     inputs: str | Sequence[str | Sequence[int]], lora: str, pooling: str | None
 ) -> service_pb2.EmbedRequest:
@@ -483,9 +491,9 @@ def _embed_request(
     if lora:
         request.lora.name = lora
     if pooling is not None:
-        if pooling not in ("last", "mean"):
-            raise InvalidArgumentError("must be last or mean", field="pooling")
-        request.pooling = service_pb2.Pooling.Value(f"POOLING_{pooling.upper()}")
+        if pooling not in _POOLINGS:
+            raise InvalidArgumentError(f"must be one of {', '.join(_POOLINGS)}", field="pooling")
+        request.pooling = _POOLINGS[pooling]
     with naming("inputs"):
         for item in [inputs] if isinstance(inputs, str) else inputs:
             if isinstance(item, str):

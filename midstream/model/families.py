@@ -18,6 +18,7 @@ class ServedFamily:
         reads_gguf: Whether GGUF files are read as well as safetensors.
         takes_drafts: Whether requests may use speculative decoding.
         has_graphs: Whether decoding on a GPU is replayed from CUDA graphs.
+        is_encoder: Whether the models generate no text, and each token attends to the whole text.
     """
 
     title: str
@@ -27,6 +28,7 @@ class ServedFamily:
     reads_gguf: bool = False
     takes_drafts: bool = True
     has_graphs: bool = True
+    is_encoder: bool = False
 
     @property
     def is_own(self) -> bool:
@@ -67,6 +69,18 @@ def _native(title: str, *types: str, notes: str = "", reads_gguf: bool = False) 
 
 def _other(title: str, *types: str) -> ServedFamily:
     return ServedFamily(title=title, types=types, on_cpu="transformers")
+
+
+def _encoder(title: str, *types: str, notes: str = "") -> ServedFamily:
+    return ServedFamily(
+        title=title,
+        types=types,
+        on_cpu="transformers",
+        notes=f"encoder, {notes}" if notes else "encoder",
+        takes_drafts=False,
+        has_graphs=False,
+        is_encoder=True,
+    )
 
 
 SERVED_FAMILIES = (
@@ -125,6 +139,7 @@ SERVED_FAMILIES = (
     _recurrent(
         "Qwen 3.5", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", notes="gated delta nets, experts"
     ),
+    _recurrent("Mamba", "mamba", notes="no attention"),
     _recurrent("Mamba 2", "mamba2", notes="no attention"),
     _recurrent("Nemotron-H", "nemotron_h", notes="Mamba 2 layers, experts"),
     _recurrent("Granite 4", "granitemoehybrid", notes="Mamba 2 layers, experts"),
@@ -137,9 +152,22 @@ SERVED_FAMILIES = (
     _torch("StableLM", "stablelm", notes="partial rotary embedding"),
     _torch("GPT-2", "gpt2", notes="learned positions"),
     _torch("OPT", "opt", notes="learned positions"),
-    _other("GPT-NeoX, Pythia", "gpt_neox"),
+    _torch("GPT-NeoX, Pythia", "gpt_neox", notes="parallel layers, partial rotary embedding"),
+    _torch("Falcon", "falcon", notes="ALiBi or rotary embedding, parallel layers"),
+    _torch("Bloom", "bloom", notes="ALiBi"),
+    _torch("MPT", "mpt", notes="ALiBi"),
+    _other("OLMo", "olmo"),
     _other("Gemma 3n (text)", "gemma3n_text"),
+    _encoder("BERT", "bert"),
+    _encoder("RoBERTa, XLM-RoBERTa, CamemBERT", "roberta", "xlm-roberta", "camembert"),
+    _encoder("DistilBERT", "distilbert"),
+    _encoder("ELECTRA", "electra"),
+    _encoder("MPNet", "mpnet", notes="one text after another on GPUs, too"),
+    _encoder("DeBERTa 2, DeBERTa 3", "deberta-v2", notes="one text after another on GPUs, too"),
+    _encoder("ModernBERT", "modernbert", notes="local and global attention, two rotary bases"),
+    _encoder("Nomic BERT", "nomic_bert"),
 )
+ENCODER_TYPES = frozenset(name for family in SERVED_FAMILIES if family.is_encoder for name in family.types)
 HEADINGS = ("family", "model_type", "on a CPU", "weights", "LoRA", "tensor ranks", "drafts", "CUDA graphs", "notes")
 
 

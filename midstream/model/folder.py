@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from midstream.errors import ConfigError
-from midstream.model.families import SERVED_FAMILIES
+from midstream.model.families import ENCODER_TYPES, SERVED_FAMILIES
 from midstream.model.git_lfs import refuse_pointer
 from midstream.model.hub import download, is_hub_name, repository_of
 from midstream.model.json_file import read_json
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # Possible names of each setting in config.json, as in transformers' attribute_map, which services cannot import. The
 # first name found is used.
 _NAMES = {
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "max_position_embeddings": (
         "max_position_embeddings", "n_positions", "max_seq_len", "context_length", "seq_length", "model_max_length",
@@ -48,12 +48,19 @@ _NAMES = {
 # Keys under which config.json lists the type of each layer, as names or as a string of letters, instead of the number
 # of layers.
 _LAYER_LISTS = ("layers_block_type", "hybrid_override_pattern")
-# Without attention, the sequence length is unlimited, and config.json does not set one.
+# Maximum lengths of sequences where config.json does not set one: without attention, the length is unlimited; Bloom was
+# trained with this length.
 UNLIMITED_LENGTH = 1 << 17
-_UNLIMITED = {"mamba2"}
+_LENGTHS = {"mamba": UNLIMITED_LENGTH, "mamba2": UNLIMITED_LENGTH, "bloom": 2048}
 
 # Architectures for which images are supported, and transformers' default for image_token_id in config.json.
 _IMAGE_TOKENS = {"idefics3": 128257, "smolvlm": 128257}
+
+# Encoders whose first rows of the position table are those of padding; text begins in the row after `pad_token_id`.
+_PADDED_POSITIONS = {"roberta", "xlm-roberta", "camembert", "mpnet"}
+# Encoders whose tokenizers give token types, which tell the two texts of a pair apart, and transformers' defaults of
+# their number.
+_TOKEN_TYPES = {"bert": 2, "electra": 2, "nomic_bert": 2, "deberta-v2": 0}
 
 # Suffix of the names of architectures that have a classification head instead of a language-model head.
 _CLASSIFIER = "ForSequenceClassification"
@@ -82,6 +89,7 @@ _NUM_SAMPLES, _SAMPLE_BYTES = 128, 64 << 10
 # according to such a number.
 _MAX_DIMENSION = 1 << 24
 _MAX_LAYERS = 1 << 12
+_MAX_TOKEN_TYPES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +99,11 @@ class ModelFolder:
     Attributes:
         name: Name under which the model is served.
         architecture: `model_type` of config.json, such as `llama`.
-        max_sequence_length: Maximum length of prompt and output together, in tokens.
+        vocab_size: Number of token ids. Encoders with token types have as many ids for each type: a token of type t has
+            the id that the tokenizer gives it plus t * word_vocab_size.
+        num_token_types: Number of token types of an encoder; 1 for other models.
+        max_sequence_length: Maximum length of prompt and output together, in tokens. The output token of an encoder,
+            which stands for its results, needs no position.
         chat_template: Jinja source of the chat template, if the model has one.
         tool_template: Jinja source of a template for conversations with tools, if the model has a separate one.
         special_tokens: Texts of special tokens by their names in transformers, such as `bos_token`; None for those that
@@ -126,6 +138,17 @@ class ModelFolder:
     tokenizer_fingerprint: str = ""
     has_head: bool = True
     copied_unix_s: int = 0
+    num_token_types: int = 1
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether each token attends to the whole text, so that the model generates none."""
+        return self.architecture in ENCODER_TYPES
+
+    @property
+    def word_vocab_size(self) -> int:
+        """Number of token ids of the tokenizer."""
+        return self.vocab_size // self.num_token_types
 
     @property
     def templates(self) -> str:
@@ -150,6 +173,13 @@ class ModelFolder:
         labels = self.config.get("id2label")
         # transformers' default, which config.json leaves out, is two labels.
         return len(labels) if isinstance(labels, dict) else 2
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the classes, by index, with transformers' defaults; empty without a classification head."""
+        names = self.config.get("id2label")
+        named = {str(index): str(name) for index, name in names.items()} if isinstance(names, dict) else {}
+        return tuple(named.get(str(index), f"LABEL_{index}") for index in range(self.num_labels or 0))
 
     @property
     def image_token_id(self) -> int | None:
@@ -302,11 +332,16 @@ def _open_folder(path: Path) -> ModelFolder:
     kinds = next((text[name] for name in _LAYER_LISTS if isinstance(text.get(name), list | str)), None)
     if kinds is not None:
         text = {"num_hidden_layers": len(kinds), **text}
-    if architecture in _UNLIMITED:
-        text = {"max_position_embeddings": UNLIMITED_LENGTH, **text}
+    if architecture in _LENGTHS and not any(name in text for name in _NAMES["max_position_embeddings"]):
+        text = {"max_position_embeddings": _LENGTHS[architecture], **text}
 
     tokenizer = TokenizerFiles(path)
-    vocab_size = _dimension(path, text, "vocab_size")
+    word_vocab_size, num_types = _dimension(path, text, "vocab_size"), 1
+    max_sequence_length = _dimension(path, text, "max_position_embeddings")
+    if architecture in ENCODER_TYPES:
+        max_sequence_length += 1 - _num_padded_positions(path, config)
+        num_types = _num_token_types(path, architecture, config)
+    vocab_size = word_vocab_size * num_types
 
     def token_ids(name: str) -> tuple[int, ...]:
         return next((ids for source in (generation, config, text) if (ids := _ids(source.get(name), vocab_size))), ())
@@ -323,7 +358,8 @@ def _open_folder(path: Path) -> ModelFolder:
         vocab_size=vocab_size,
         hidden_size=_dimension(path, text, "hidden_size"),
         num_layers=_dimension(path, text, "num_hidden_layers", _MAX_LAYERS),
-        max_sequence_length=_dimension(path, text, "max_position_embeddings"),
+        max_sequence_length=max_sequence_length,
+        num_token_types=num_types,
         end_ids=end_ids,
         pad_id=next(iter(token_ids("pad_token_id")), None),
         bos_id=next(iter(token_ids("bos_token_id")), None),
@@ -349,11 +385,36 @@ def _has_head(path: Path, text: dict[str, Any], weight_files: tuple[Path, ...]) 
     """Return whether the model has a head. All families that run natively give it the same name."""
     if _is_classifier(text):
         return True
+    if text.get("model_type") in ENCODER_TYPES:
+        return False
     is_known = any(family.is_own and text.get("model_type") in family.types for family in SERVED_FAMILIES)
     if not is_known or text.get("tie_word_embeddings") is not False or weight_files[0].suffix == ".gguf":
         return True
     names = read_json(path / _INDEX).get("weight_map", {}) if len(weight_files) > 1 else None
-    return any("lm_head" in name.split(".") for name in names or read_safetensors_head(weight_files[0]))
+    heads = {"lm_head", "embed_out"}
+    return any(heads.intersection(name.split(".")) for name in names or read_safetensors_head(weight_files[0]))
+
+
+def _num_padded_positions(path: Path, config: dict[str, Any]) -> int:
+    """Return how many rows of an encoder's position table are not used by texts."""
+    if config.get("model_type") not in _PADDED_POSITIONS:
+        return 0
+    pad_id = config.get("pad_token_id", 1)
+    if config["model_type"] == "mpnet":
+        pad_id = 1  # whatever config.json says, as in transformers
+    if not isinstance(pad_id, int) or not 0 <= pad_id < _dimension(path, config, "max_position_embeddings") - 1:
+        raise ConfigError(f"{path / 'config.json'}: pad_token_id is {pad_id!r}", field="model")
+    return pad_id + 1
+
+
+def _num_token_types(path: Path, architecture: str, config: dict[str, Any]) -> int:
+    """Return the number of an encoder's token types; 1 if its tokenizer gives none."""
+    default = _TOKEN_TYPES.get(architecture)
+    inputs = read_json(path / "tokenizer_config.json", optional=True).get("model_input_names")
+    is_unused = isinstance(inputs, list) and "token_type_ids" not in inputs
+    if default is None or is_unused or config.get("type_vocab_size", default) == 0:
+        return 1
+    return _dimension(path, {"type_vocab_size": default} | config, "type_vocab_size", _MAX_TOKEN_TYPES)
 
 
 def _refuse_own_code(path: Path, config: dict[str, Any]) -> None:

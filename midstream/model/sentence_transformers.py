@@ -27,6 +27,10 @@ _OLDER_MODES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+# Additional outputs of encoders with the pooled states of a text, by the mode of pooling.
+POOLED_STATES = {mode: f"pooled_states.{mode}" for mode in _OLDER_MODES.values()}
+# The additional output of classifiers with the scores of all classes.
+CLASS_SCORES = "class_scores"
 # Modules that this project computes or that change nothing when a trained model is used. Others change vectors.
 _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize", "Dropout", "LogitScore")
 
@@ -37,7 +41,8 @@ class TextEncoder:
 
     Attributes:
         pooling: The modes of pooling, by their names in sentence-transformers, whose vectors are concatenated; a model
-            that is not of sentence-transformers has the hidden state at the last token.
+            that is not of sentence-transformers has the hidden state at the last token or, if it is an encoder, the
+            mean, which is sentence-transformers' default.
         pooling_file: The file that names them, for messages.
         includes_prompt: Whether the tokens of the prompt are pooled.
         other_modules: Modules that are not computed, as TYPE (FOLDER); the vectors need them.
@@ -57,13 +62,16 @@ class TextEncoder:
     max_tokens: int | None = None
 
 
-def read_text_encoder(folder: Path) -> TextEncoder:
-    """Return how the model in `folder` makes vectors. Raises ConfigError if a file is damaged."""
+def read_text_encoder(folder: Path, *, is_encoder: bool = False) -> TextEncoder:
+    """Return how the model in `folder` makes vectors; `is_encoder` means that its tokens attend to the whole text.
+
+    Raises ConfigError if a file is damaged.
+    """
     modules = _modules(folder)
     prompts, default = _prompts(folder)
     places = [place for kind, place in modules if kind == "Pooling"]
     pooling_file = folder / (places[0] if places else _DEFAULT_POOLING) / "config.json"
-    pooling: tuple[str, ...] = ("lasttoken",)
+    pooling: tuple[str, ...] = ("mean" if is_encoder else "lasttoken",)
     includes_prompt = True
     if places or (not modules and pooling_file.is_file()):
         pooling, includes_prompt = _pooling(pooling_file)

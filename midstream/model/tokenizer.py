@@ -60,20 +60,33 @@ class Tokenizer:
         """Return the token ids of `text`; `add_special_tokens` follows the tokenizer's own rules (usually, it adds a
         BOS). Raises InvalidArgumentError, without a field, if the tokenizer has no token for a part of the text.
         """
-        return self._encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = self._encode([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
 
-    def encode_pair(self, first: str, second: str) -> list[int]:
-        """Return the token ids of two texts as one input, by the tokenizer's own rules. Raises as `encode` does."""
-        return self._encode((first, second), add_special_tokens=True)
+    def encode_pair(self, first: str, second: str, max_tokens: int | None = None) -> tuple[list[int], list[int]]:
+        """Return the token ids of two texts as one input, and the type of each token, by the tokenizer's own rules.
 
-    def _encode(self, texts: str | tuple[str, str], *, add_special_tokens: bool) -> list[int]:
+        Raises as `encode` does.
+
+        Args:
+            max_tokens: If set, tokens at the ends of the texts are left out, first of the longer one.
+        """
+        encodings = self._encode([first, second], add_special_tokens=False)
+        if max_tokens is not None:
+            room = max(max_tokens - self._tokenizer.num_special_tokens_to_add(is_pair=True), 0)
+            lengths = _longest_first(len(encodings[0].ids), len(encodings[1].ids), room)
+            for encoding, length in zip(encodings, lengths, strict=True):
+                encoding.truncate(length)
+        joined = self._tokenizer.post_process(encodings[0], encodings[1], True)  # adds special tokens
+        return joined.ids, joined.type_ids
+
+    def _encode(self, texts: list[str], *, add_special_tokens: bool) -> list[Any]:
         try:
             # Of the library's methods, only those for batches release the GIL.
-            (encoding,) = self._tokenizer.encode_batch_fast([texts], add_special_tokens=add_special_tokens)
+            found: list[Any] = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except Exception as error:  # noqa: BLE001 (the library raises plain Exception)
             raise InvalidArgumentError(f"cannot be tokenized by this model: {error}") from None
-        ids: list[int] = encoding.ids
-        return ids
+        return found
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; unknown ids are skipped."""
@@ -110,3 +123,14 @@ class Tokenizer:
     def longest_token(self) -> int:
         """Number of characters in the longest entry: n characters of text are at least n / longest_token tokens."""
         return max(len(token) for token in self._tokenizer.get_vocab(with_added_tokens=True))
+
+
+def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """Return the lengths to which two texts are truncated so that they have at most `room` tokens together, as the
+    strategy `longest_first` of the tokenizers library does.
+    """
+    if first + second <= room:
+        return first, second
+    shorter = min(first, second, room // 2)
+    longer = room - shorter
+    return (shorter, longer) if first <= second else (longer, shorter)

@@ -38,11 +38,13 @@ class PromptOptions:
         max_tokens: Number of tokens to which the prompt is truncated, keeping its end; -1 means as many as leave room
             for the output, and None means no truncation.
         continues_last: Whether the output continues the last message of a conversation.
+        keeps_start: Whether truncation keeps the start of the prompt instead.
     """
 
     adds_special_tokens: bool | None = None
     max_tokens: int | None = None
     continues_last: bool = False
+    keeps_start: bool = False
 
 
 _DEFAULT_OPTIONS = PromptOptions()
@@ -68,6 +70,7 @@ class PromptBuilder:
         self.tokenizer = Tokenizer(folder.path)
         self._images = PromptImages(folder, self.tokenizer, encode_image)
         self._max_tokens = folder.max_sequence_length
+        self._num_types, self._word_vocab_size = folder.num_token_types, folder.word_vocab_size
         # A classifier's template may be left over from the base model from which it was fine-tuned.
         has_own_template = re.search("[\"']document[\"']", folder.templates) is not None
         self._joins_pairs = folder.num_labels is not None and not has_own_template
@@ -111,13 +114,14 @@ class PromptBuilder:
         if kind == "token_ids":
             ids = request.token_ids.values[:]
             if limit is not None:
-                ids = ids[-limit:]
+                ids = ids[:limit] if options.keeps_start else ids[-limit:]
         elif kind == "prompt":
             prompt = self._images.expand(request.prompt, texts, "prompt")
-            self._check_length(prompt, "prompt")
+            if not options.keeps_start or limit is None:
+                self._check_length(prompt, "prompt")
             adds = options.adds_special_tokens is not False
             with _naming("prompt"):
-                ids = await self._run(len(prompt), lambda: self._text_ids(prompt, limit, adds_special_tokens=adds))
+                ids = await self._run(len(prompt), lambda: self._text_ids(prompt, limit, options, adds=adds))
         elif kind == "chat":
             with _naming("chat"):
                 ids = await self._run(
@@ -149,22 +153,28 @@ class PromptBuilder:
             return function()
         return await self._threads.run(function)
 
-    def _text_ids(self, text: str, limit: int | None, *, adds_special_tokens: bool) -> list[int]:
-        """Return the tokens of a text, truncated to the last `limit`; special tokens around the text are kept."""
-        ids = self.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
+    def _text_ids(self, text: str, limit: int | None, options: PromptOptions, *, adds: bool) -> list[int]:
+        """Return the tokens of a text, truncated to `limit`; special tokens around the text, which `adds` asks for, are
+        kept.
+        """
+        ids = self.tokenizer.encode(text, add_special_tokens=adds)
         if limit is None or len(ids) <= limit:
             return ids
         plain = self.tokenizer.encode(text, add_special_tokens=False)
         num_special = len(ids) - len(plain)
         start = next((i for i in range(num_special) if ids[i : i + len(plain)] == plain), num_special)
         num_cut = min(len(ids) - limit, len(plain))
-        return [*ids[:start], *plain[num_cut:], *ids[start + len(plain) :]]
+        kept = plain[: len(plain) - num_cut] if options.keeps_start else plain[num_cut:]
+        return [*ids[:start], *kept, *ids[start + len(plain) :]]
 
     def _chat_ids(
         self, chat: pb.ChatInput, image_texts: Sequence[str], options: PromptOptions, limit: int | None
     ) -> list[int]:
         if self._joins_pairs and [message.role for message in chat.messages] == ["query", "document"]:
-            return self.tokenizer.encode_pair(*self._pair(chat))
+            ids, types = self.tokenizer.encode_pair(*self._pair(chat, limit), limit)
+            if self._num_types == 1:
+                return ids
+            return [token + self._word_vocab_size * kind for token, kind in zip(ids, types, strict=True)]
         if not chat.messages:
             raise InvalidArgumentError("must not be empty", field="chat.messages")
         tools = _parse(chat.tools_json, list, "chat.tools_json")
@@ -193,12 +203,20 @@ class PromptBuilder:
             text = _cut_after(text, marked, content, f"chat.messages[{last}].content")
         text = self._images.expand(text, image_texts, "chat")
         self._check_length(text, "chat")
-        return self._text_ids(text, limit, adds_special_tokens=options.adds_special_tokens is True)
+        ids = self._text_ids(
+            text, None if options.keeps_start else limit, options, adds=options.adds_special_tokens is True
+        )
+        if options.keeps_start and limit is not None and len(ids) > limit:
+            # What follows the texts in the template would be cut off.
+            raise ContextLengthError(
+                f"has {len(ids)} tokens with its template; at most {limit} are possible", field="chat"
+            )
+        return ids
 
     def _template_for(self, *, has_tools: bool) -> ChatTemplate | None:
         return (self._tool_template if has_tools else None) or self._template
 
-    def _pair(self, chat: pb.ChatInput) -> tuple[str, str]:
+    def _pair(self, chat: pb.ChatInput, limit: int | None) -> tuple[str, str]:
         """Return the texts of a query and a document, for a model that reads them without a template."""
         _refuse_all_but(chat, {"messages", "add_generation_prompt"}, "chat")
         texts = []
@@ -209,7 +227,8 @@ class PromptBuilder:
                 if part.HasField("image"):
                     raise UnsupportedError("an image cannot be scored", field=f"{path}.parts[{k}].image")
             texts.append(str(_content(message, path, MessageShape())))
-            self._check_length(texts[-1], "chat")
+            if limit is None:
+                self._check_length(texts[-1], "chat")
         query, document = texts
         return query, document
 

@@ -14,6 +14,7 @@ from typing import Any
 from midstream.errors import ContextLengthError, InvalidArgumentError, NotFoundError, UnavailableError, UnsupportedError
 from midstream.extras import tensor_bytes
 from midstream.model.folder import ModelFolder
+from midstream.model.sentence_transformers import CLASS_SCORES
 from protos import generation_pb2 as pb
 from router.authentication import current_caller
 from router.permissions import Role
@@ -156,10 +157,14 @@ def check_request(
         )
     generates = request.output.detokenize or not request.output.HasField("detokenize")
     if generates and model.num_labels is not None:
-        reason = f"{model.name!r} has a classification head and generates no text; use scores, reranking or embeddings"
+        uses = "classify, scores, reranking or embeddings"
+        reason = f"{model.name!r} has a classification head and generates no text; use {uses}"
         raise UnsupportedError(reason, field="model")
     if not model.has_head and (generates or _needs_head(request)):
-        raise UnsupportedError(f"{model.name!r} has no head and generates no text; use embeddings", field="model")
+        reason = f"{model.name!r} {'is an encoder' if model.is_encoder else 'has no head'} and generates no text"
+        raise UnsupportedError(f"{reason}; use embeddings", field="model")
+    if model.is_encoder:
+        _check_encoded(request)
     images = images_of(request)
     check_images(request, images, model)
     check_virtual_tokens(request, model, has_images=bool(images))
@@ -180,7 +185,20 @@ def _needs_head(request: pb.GenerateRequest) -> bool:
     if any(FEATURES[name](request) for name in of_logits):
         return True
     names = [item.name for item in output.additional_outputs]
-    return not names or not all(name.startswith("hidden_states.") for name in names)
+    return not names or not all(name.startswith(("hidden_states.", "pooled_states.", CLASS_SCORES)) for name in names)
+
+
+def _check_encoded(request: pb.GenerateRequest) -> None:
+    """Check what is different for encoders, which give one output for the whole prompt."""
+    if request.max_tokens > 1:
+        raise InvalidArgumentError("must be 1: an encoder generates no text", field="max_tokens")
+    if request.sampling.num_return_sequences > 1:
+        raise InvalidArgumentError("must be 1: an encoder generates no text", field="sampling.num_return_sequences")
+    if request.WhichOneof("input") == "prompt_embeddings":
+        raise UnsupportedError("are not supported for encoders", field="prompt_embeddings")
+    for item in request.output.additional_outputs:
+        if item.gather_context and not item.name.startswith("hidden_states."):
+            raise UnsupportedError("encoders report this only for the whole prompt", field="output.additional_outputs")
 
 
 def check_model(name: str, model: ModelFolder) -> None:
@@ -246,6 +264,8 @@ def check_supported(request: pb.GenerateRequest, features: frozenset[str] | None
         )
     widths = dict(_probe_widths(features or ()))
     for item in probes:
+        if item.name == CLASS_SCORES and item.name not in widths:
+            raise UnsupportedError("the model has no classification head", field="model")
         if item.name not in widths:
             raise InvalidArgumentError(
                 "must be hidden_states.LAYER, topk_logits.K, token_logits.ID.ID..., sampling.K, or an output probe of "

@@ -442,8 +442,16 @@ _EMBEDDING_COMMON: Table = {
     "service_tier": ("works", "`flex` means priority -50; `priority` and `fast` mean 50"),
     "cache_salt": ("works", ""),
     "timeout_ms": ("works", ""),
-    "pooling": ("works", "`last` or `mean`; by default the model's own (sentence-transformers' Pooling), else `last`"),
-    "truncate_prompt_tokens": ("refused", ""),
+    "pooling": (
+        "works",
+        (
+            "`last` or `mean`, and for encoders also `cls`, `max`, `mean_sqrt_len_tokens` or `weightedmean`; by "
+            "default the model's own (sentence-transformers' Pooling), else `mean` for encoders and `last` for others"
+        ),
+    ),
+    "truncate_prompt_tokens": ("works", "keeps the start of texts; -1 means the model's limit"),
+    "truncate": ("works", "true means the same as `truncate_prompt_tokens` -1"),
+    "truncation_direction": ("refused", "only `right` is supported, which keeps the start"),
 }
 EMBEDDINGS: Table = {
     "input": ("works", "text, token ids, or an array of either; at most 2,048"),
@@ -463,12 +471,21 @@ SCORE: Table = {
     "text_2": ("works", "one or more texts"),
     "queries": ("works", "as `text_1`"),
     "documents": ("works", "as `text_2`"),
-    "use_activation": ("refused", "scores are probabilities or cosine similarities"),
+    "use_activation": ("works", "if false, returns logits; refused for cosine similarities"),
     **_EMBEDDING_COMMON,
     "pooling": (
         "works",
         "`last` or `mean`; the score is then a cosine similarity, even if the model was trained to answer yes or no",
     ),
+}
+CLASSIFY: Table = {
+    "input": ("works", "text, token ids, or an array of either; at most 2,048"),
+    "use_activation": ("works", "if false, returns logits"),
+    "activation": ("refused", "is the older name of `use_activation`"),
+    "messages": ("refused", ""),
+    "add_special_tokens": ("ignored", "text gets the tokenizer's special tokens"),
+    **_EMBEDDING_COMMON,
+    "pooling": ("refused", "the classification head defines it"),
 }
 RERANK: Table = {
     "query": ("works", ""),
@@ -479,15 +496,13 @@ RERANK: Table = {
         "instead of `documents`, as in Text Embeddings Inference: the answer is an array with `index` and `score`",
     ),
     "return_text": ("works", "with `texts`; false by default"),
-    "raw_scores": ("refused", "scores are probabilities or cosine similarities"),
-    "truncate": ("ignored", "longer texts are refused"),
-    "truncation_direction": ("ignored", "longer texts are refused"),
+    "raw_scores": ("works", "logits instead of probabilities; refused for cosine similarities"),
     "top_n": ("works", "0 or unset returns all documents"),
     "return_documents": ("works", "true by default; only with `documents`"),
     "rank_fields": ("refused", ""),
     "max_chunks_per_doc": ("refused", ""),
     "max_tokens_per_doc": ("refused", ""),
-    "use_activation": ("refused", "scores are probabilities or cosine similarities"),
+    "use_activation": ("works", "if false, returns logits; refused for cosine similarities"),
     **_EMBEDDING_COMMON,
     "pooling": (
         "works",
@@ -529,6 +544,7 @@ _DEFAULTS: Mapping[str, Sequence[object]] = {
     "text.verbosity": ("medium",),
     "reasoning.mode": ("standard",),
     "truncation": ("disabled",),
+    "truncation_direction": ("right", "Right"),
     "tools.format": ({"type": "text"},),
     "tools.tools.format": ({"type": "text"},),
 }
@@ -540,6 +556,7 @@ TABLES: dict[str, Table] = {
     "/v1/embeddings": EMBEDDINGS,
     "/score": SCORE,
     "/rerank": RERANK,
+    "/classify": CLASSIFY,
 }
 _INDEX = re.compile(r"\[\d+\]")
 # Names of ignored fields may come from clients, and are sent in a header.

@@ -34,7 +34,9 @@ def impossible(spec: RequestSpec, config: CoreConfig) -> Failure | None:
 
 
 def _prompt_too_long(most: int) -> Failure:
-    return Failure(INVALID_ARGUMENT, f"without chunked context a prompt must have at most {most} tokens", "token_ids")
+    return Failure(
+        INVALID_ARGUMENT, f"a prompt must have at most {most} tokens, since it is computed in one step", "token_ids"
+    )
 
 
 def too_large(request: Request, groups: list[WorkerGroup]) -> Failure:

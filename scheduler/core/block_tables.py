@@ -28,10 +28,17 @@ class BlockTables:
     """
 
     def __init__(
-        self, config: CoreConfig, blocks: BlockManager, tokens_per_block: int, clock: Clock, attention_window: int
+        self,
+        config: CoreConfig,
+        blocks: BlockManager,
+        tokens_per_block: int,
+        clock: Clock,
+        attention_window: int,
+        *,
+        reuses: bool,
     ) -> None:
         """Create tables over `blocks`. No layer attends further back than `attention_window` tokens; 0 means no
-        limit.
+        limit. `reuses` means that sequences may share cached blocks.
         """
         self.blocks = blocks
         self.tokens_per_block = tokens_per_block
@@ -39,7 +46,7 @@ class BlockTables:
         self.num_reserved_blocks = 0
         self._prefix_cache = blocks.prefix_cache
         self._clock = clock
-        self._enable_reuse = config.enable_block_reuse
+        self._enable_reuse = reuses
         self._window = attention_window
         self._num_sink_blocks = self.blocks_of(config.sink_token_length)
         self._window_blocks = self._num_sink_blocks + self.blocks_of(self._window) + 2

@@ -142,7 +142,7 @@ def wants_context(request: Request, group: WorkerGroup) -> bool:
     if group.num_context_tokens < max(1, group.max_num_tokens - len(group.generating)):
         return True
     own = [sequence for sequence in group.context if sequence.request.spec.client_id == request.spec.client_id]
-    if own and not group.config.enable_chunked_context:
+    if own and not group.splits_contexts:
         return False
     num_tokens = min((sequence.num_tokens for sequence in request.waiting_sequences), default=0)
     return all(num_tokens < sequence.num_context_tokens for sequence in own)

@@ -100,7 +100,7 @@ class Handovers:
     def _may_leave_rest(self, transfer: Transfer) -> bool:
         """Return whether the target may compute the tokens after the last full block of a context."""
         source, sequence = transfer.source, transfer.sequence
-        if sequence not in source.context or sequence.request.num_rows > 1 or not source.config.enable_chunked_context:
+        if sequence not in source.context or sequence.request.num_rows > 1 or not source.splits_contexts:
             return False
         if transfer.last_step is not None and source.first_open_step > transfer.last_step + 1:
             return False

@@ -48,7 +48,7 @@ def _a_whole_context_waits(group: WorkerGroup) -> bool:
     """Return whether a context that must not be split does not fit in a step with generation; if so, generation skips
     this step.
     """
-    if group.config.enable_chunked_context or not group.last_generation.rows:
+    if group.splits_contexts or not group.last_generation.rows:
         return False
     room = group.max_num_tokens - len(group.generating)
     return any(room < sequence.num_context_tokens <= group.max_num_tokens for sequence in group.context)
@@ -97,15 +97,15 @@ def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
     if not group.context:
         return
     limit = group.max_num_tokens
-    if group.config.enable_chunked_context:
+    if group.splits_contexts:
         limit = group.config.max_context_chunk or limit
     clients: dict[str, list[Sequence]] = {}
     for sequence in group.context:
         clients.setdefault(sequence.request.spec.client_id, []).append(sequence)
     # A context that must not be split might not fit into its client's share.
-    if len(clients) < 2 or not group.config.enable_chunked_context:
+    if len(clients) < 2 or not group.splits_contexts:
         budget = step.num_tokens_left
-        if group.clients.are_several and group.config.enable_chunked_context:
+        if group.clients.are_several and group.splits_contexts:
             budget = min(budget, max(1, group.max_num_tokens // 2))  # another client may arrive during the step
         _add_own(group.context, step, limit, budget)
         return
@@ -119,7 +119,7 @@ def add_contexts(group: WorkerGroup, step: StepBuilder) -> None:
 
 def _add_own(waiting: list[Sequence], step: StepBuilder, limit: int, budget: int) -> int:
     """Add chunks of the contexts of one client; return the number of tokens added."""
-    if not step.group.config.enable_chunked_context:
+    if not step.group.splits_contexts:
         return _add_chunks(waiting, step, limit, budget)
     left = budget
     for place, sequence in enumerate(waiting):

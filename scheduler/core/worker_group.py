@@ -130,6 +130,8 @@ class WorkerGroup:
         stored: Known hashes of the blocks in its tiers; shared with groups that share the tiers.
         fetched: Hashes of the blocks that it has fetched from other groups and not adopted yet.
         batch_size: Number of sequences started since the group was last empty.
+        splits_contexts: Whether a context may be split over several steps. reuses_blocks: Whether sequences may share
+            cached blocks.
         num_micro_batches: Number of steps, without sequences in common, that the group computes at the same time.
         checks: Steps in flight that compute tokens of other groups again, by step id.
         num_unproved_tokens: Number of tokens that it gave since its last verified step. unproved: Their requests.
@@ -157,7 +159,12 @@ class WorkerGroup:
         self.num_micro_batches = registration.num_micro_batches
         self.prefix_cache = PrefixCache(self._priorities_of)
         self.blocks = BlockManager(registration.num_blocks, self.prefix_cache)
-        self.tables = BlockTables(config, self.blocks, self.tokens_per_block, clock, registration.attention_window)
+        self._needs_whole_prompts = "whole_prompts" in registration.features
+        self.splits_contexts = config.enable_chunked_context and not self._needs_whole_prompts
+        self.reuses_blocks = config.enable_block_reuse and not self._needs_whole_prompts
+        self.tables = BlockTables(
+            config, self.blocks, self.tokens_per_block, clock, registration.attention_window, reuses=self.reuses_blocks
+        )
         self.adapters = AdapterRoom(registration.lora_cache_bytes)
         self.standing = standing
         self.is_outdated = False
@@ -203,7 +210,7 @@ class WorkerGroup:
     def _take_kept(self, registration: WorkerRegistered, now_ns: int) -> None:
         """Register the kept blocks of the worker as cached, and tell the worker which of them may change."""
         kept = list(zip(registration.kept_blocks, registration.kept_hashes, strict=True))
-        if self.config.enable_block_reuse and not self.standing.num_faults:
+        if self.reuses_blocks and not self.standing.num_faults:
             self.blocks.adopt(kept, now_ns)
         self.prefix_cache.note_dropped(block for block, _ in kept)
 
@@ -432,7 +439,8 @@ class WorkerGroup:
         Without chunked context, it is split only if it is longer than the group's `max_num_tokens`, which happens if
         the request has grown since it first ran, or came from a group with a larger limit.
         """
-        return self.config.enable_chunked_context or num_tokens > self.max_num_tokens
+        is_too_long = num_tokens > self.max_num_tokens
+        return self.splits_contexts or (is_too_long and not self._needs_whole_prompts)
 
     @property
     def adopting_requests(self) -> set[Request]:
@@ -470,7 +478,8 @@ class WorkerGroup:
 
     def takes_prompt(self, request: Request) -> bool:
         """Return whether the request's prompt can be computed here: without chunked context it must fit in one step."""
-        return self.config.enable_chunked_context or len(request.spec.prompt) <= self.max_num_tokens or request.has_run
+        fits = len(request.spec.prompt) <= self.max_num_tokens
+        return self.splits_contexts or fits or (request.has_run and not self._needs_whole_prompts)
 
     def is_large_enough(self, request: Request) -> bool:
         """Return whether the group is large enough to run the request, if necessary in parts, if it were empty."""

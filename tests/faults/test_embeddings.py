@@ -6,6 +6,7 @@ import asyncio
 import base64
 import gc
 import json
+import math
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -203,17 +204,26 @@ async def check_answers(service: InProcessService, model: Any, folder: ModelFold
 
 async def check_tei(http: httpx.AsyncClient, order: list[int], scores: list[float]) -> None:
     """Check the API of Text Embeddings Inference, also with LlamaIndex's client for it."""
-    body = {"query": TEXTS[0], "texts": TEXTS[1:], "truncate": True, "raw_scores": False}
+    body = {
+        "query": TEXTS[0],
+        "texts": TEXTS[1:],
+        "truncate": True,
+        "raw_scores": False,
+        "truncation_direction": "Right",
+    }
     response = (await http.post("/rerank", json=body)).raise_for_status()
     answer = response.json()
-    assert response.headers["x-midstream-ignored"] == "truncate"
+    assert "x-midstream-ignored" not in response.headers
     assert [item.keys() for item in answer] == [{"index", "score"}] * 3
     assert [item["index"] for item in answer] == order
     np.testing.assert_allclose([item["score"] for item in answer], scores, atol=ATOL)
     texts = (await http.post("/rerank", json={**body, "return_text": True})).raise_for_status().json()
     assert texts == [{**item, "text": TEXTS[1 + item["index"]]} for item in answer]
+    raw = (await http.post("/rerank", json={**body, "raw_scores": True})).raise_for_status().json()
+    odds = [math.log(score / (1 - score)) for score in scores]
+    np.testing.assert_allclose([item["score"] for item in raw], odds, atol=10 * ATOL)
     refusals: list[tuple[dict[str, Any], str]] = [
-        ({"raw_scores": True}, "raw_scores"),
+        ({"truncation_direction": "Left"}, "truncation_direction"),
         ({"documents": ["x"]}, "texts"),
         ({"texts": []}, "texts"),
         ({"texts": ["x", 5]}, "texts[1]"),

@@ -30,7 +30,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": 24}),
     "gemma3": ("Gemma3Text", {"head_dim": 32, "sliding_window": 24, "sliding_window_pattern": 3}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
-    "gpt_neox": ("GPTNeoX", {}),
+    "olmo": ("Olmo", {}),
 }
 POST_PROCESSORS = Path(__file__).parents[1] / "gpu_worker" / "example_post_processor"
 

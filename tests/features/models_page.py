@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from midstream.model.families import HEADINGS, rows
+from tests.features import proofs
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _HEAD = """# Models
@@ -23,6 +24,25 @@ GPU, our own implementation uses Triton kernels, except for recurrent layers, wh
 ([lora.md](lora.md)). Other causal language models run with the transformers implementation if it uses transformers'
 attention interface; [gpu.md](gpu.md) lists the models that are rejected, and [features.md](features.md) the features
 that requests may use.
+
+Encoders give embeddings and, with a classification head, scores and classes
+([adapters.md](adapters.md#embeddings-scores-reranking-classes)). `tests/gpu_worker/test_encoders.py` compares them with
+transformers, and `tests/faults/test_encoders.py` with sentence-transformers: within 1e-4, with the same bits in any
+batch on a CPU.
+
+"""
+_PROOFS = """
+## How families are verified
+
+This table is made from the tests themselves (`tests/features/proofs.py`). The tests of the first three columns run with
+every change:
+
+- *everything*: logits within 1e-4 of transformers, also with LoRA adapters and on two tensor ranks, and equal bits in
+  chunks, in batches, with a cached prefix and after the loss of a worker at any step
+- *logits*: the first of these; the others with `TEST_ALL_FAMILIES=1`
+- *Triton's interpreter*: the kernels of GPUs under the whole decoder; each kernel also has tests of its own
+- *real weights*: the greedy tokens of the model that a package carries; there are no packages with others
+- *GPU*: run by the [benchmark](gpu.md#measuring) on one H100, not by tests
 
 """
 _TOKENIZERS = """
@@ -89,9 +109,9 @@ llama.cpp (version 0c1e570, `src/llama-vocab.cpp`); tests compare them with llam
 
 def page() -> str:
     """Return the text of docs/models.md."""
-    lines = [
-        f"| {' | '.join(HEADINGS)} |",
-        "| --- " * len(HEADINGS) + "|",
-        *(f"| {' | '.join(row)} |" for row in rows()),
-    ]
-    return _HEAD + "\n".join(lines) + "\n" + _TOKENIZERS + _FILES
+    families, verified = _table(HEADINGS, rows()), _table(proofs.HEADINGS, proofs.rows())
+    return _HEAD + families + _PROOFS + verified + _TOKENIZERS + _FILES
+
+
+def _table(headings: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (headings, ("---",) * len(headings), *lines)) + "\n"

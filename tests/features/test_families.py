@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.features import models_page
+from tests.features import models_page, proofs
 from tests.features.families import CHECKS, MODELS, POST_PROCESSORS, Family, outcome
 from tests.features.table import NOT_APPLICABLE, PAGE, page, read
 
@@ -43,3 +43,8 @@ def test_the_pages_are_the_generated_ones() -> None:
 def test_the_page_is_linked() -> None:
     docs = Path(PAGE).parent
     assert "features.md" in (docs / "requests.md").read_text(encoding="utf-8")
+
+
+def test_every_family_is_compared_with_transformers() -> None:
+    for title, on_cpu, *_ in proofs.rows():
+        assert on_cpu != "no", title

@@ -216,9 +216,10 @@ class CoreWithRunners:
                 max_num_tokens=self._max_num_tokens,
                 protocol_version=PROTOCOL_VERSION,
                 lora_cache_bytes=self.runner.adapters.device_bytes,
-                attention_windows=self.runner.model.description.reaches,
+                attention_windows=() if self.runner.model.is_encoder else self.runner.model.description.reaches,
                 num_micro_batches=member.runner.num_micro_batches,
-                features=("recurrent_state",) if self.runner.model.description.state_size else (),
+                features=("recurrent_state",) * bool(self.runner.model.description.state_size)
+                + ("whole_prompts",) * self.runner.model.is_encoder,
                 max_attention_window=self.core.config.max_attention_window,
                 sink_token_length=self.core.config.sink_token_length,
             )

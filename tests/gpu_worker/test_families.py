@@ -230,6 +230,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLm", {"use_qkv_bias": True}),
     "gpt2": ("GPT2", {"n_positions": 512}),
     "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "mamba": ("Mamba", {"state_size": 12, "time_step_rank": 5}),
+    "gpt_neox": ("GPTNeoX", {}),
+    "gpt_neox_in_turn": ("GPTNeoX", {"use_parallel_residual": False, "rotary_pct": 0.5}),
+    "falcon": ("Falcon", {}),
+    "falcon_new": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_rw": ("Falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
+    "bloom": ("Bloom", {"n_layer": 3, "n_head": 4}),
+    "mpt": ("Mpt", {"d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 512}),
     "lfm2": ("Lfm2", {"layer_types": CONVOLVED, "block_multiple_of": 16}),
     "lfm2_moe": ("Lfm2Moe", {**EXPERTS, "layer_types": CONVOLVED, "num_dense_layers": 1, "conv_bias": True}),
 }  # fmt: skip
@@ -616,7 +624,9 @@ def test_experts_are_kept_in_each_weight_format(mixture: Path, weights: str, mon
     assert all(map(torch.equal, logits, threaded))
 
 
-@pytest.mark.parametrize(("name", "num_layers"), [("qwen2_moe", 1), ("gpt_oss", 1), ("llama4_text", 2)])
+@pytest.mark.parametrize(
+    ("name", "num_layers"), [("qwen2_moe", 1), ("gpt_oss", 1), ("llama4_text", 2), ("falcon_rw", 1)]
+)
 def test_triton_kernels_under_the_decoder_give_the_same_logits(
     name: str, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

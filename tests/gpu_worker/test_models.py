@@ -178,8 +178,8 @@ def test_a_model_with_another_head_is_refused_by_name(tiny_folder: Path) -> None
 
 def test_an_unknown_architecture_is_named(tiny_folder: Path) -> None:
     config = open_model_folder(str(tiny_folder)).config
-    with pytest.raises(UnsupportedError, match="'falcon'"):
-        describe(config | {"model_type": "falcon"})
+    with pytest.raises(UnsupportedError, match="'persimmon'"):
+        describe(config | {"model_type": "persimmon"})
     with pytest.raises(UnsupportedError, match="'quick_gelu'"):
         describe(config | {"hidden_act": "quick_gelu"})
     with pytest.raises(ConfigError, match="intermediate_size"):

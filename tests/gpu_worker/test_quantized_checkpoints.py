@@ -97,11 +97,9 @@ def test_settings_are_read_from_files_of_their_own(
 
 
 def test_models_of_transformers_code_are_refused(tmp_path: Path) -> None:
-    make_tiny_model(tmp_path, "GPTNeoX")
+    make_tiny_model(tmp_path, "Olmo")
     set_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(
-        UnsupportedError, match="gpt_neox does not run natively, so its 'gptq' weights are not supported"
-    ):
+    with pytest.raises(UnsupportedError, match="olmo does not run natively, so its 'gptq' weights are not supported"):
         make_runner(tmp_path)
 
 

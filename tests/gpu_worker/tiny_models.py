@@ -44,7 +44,9 @@ def make_tiny_model(folder: Path, family: str, **settings: Any) -> torch.nn.Modu
         config = config_class(**settings)
     else:
         config = config_class(**{**SHAPE, **settings})
-    model: torch.nn.Module = auto_class(family).from_config(config, attn_implementation="eager").eval()
+    # With its eager attention, transformers adds Falcon's ALiBi biases twice.
+    attention = "sdpa" if getattr(config, "alibi", False) else "eager"
+    model: torch.nn.Module = auto_class(family).from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Initial weights are larger than usual, so that any mistake is visible in the logits.

@@ -356,3 +356,26 @@ def test_a_probe_that_the_workers_lack_is_refused(name: str) -> None:
 def test_a_probe_is_unavailable_until_a_worker_has_registered() -> None:
     with pytest.raises(UnavailableError, match="'Own'"):
         check_supported(output(additional_outputs=[pb.AdditionalOutput(name="Own")]), None)
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (pb.GenerateRequest(max_tokens=2), "max_tokens"),
+        (sampling(num_return_sequences=2), "sampling.num_return_sequences"),
+        (output(additional_outputs=[pb.AdditionalOutput(name="pooled_states.cls", gather_context=True)]), "output."),
+        (output(log_probs=1), "model"),
+        (output(detokenize=True), "model"),
+    ],
+)
+def test_an_encoder_gives_one_output_for_the_whole_prompt(
+    folder: ModelFolder, request_: pb.GenerateRequest, field: str
+) -> None:
+    encoder = replace(folder, architecture="bert", has_head=False)
+    plain = pb.GenerateRequest(max_tokens=1, output=pb.OutputConfig(detokenize=False))
+    plain.output.additional_outputs.add(name="pooled_states.mean")
+    check_request(plain, encoder)
+    plain.MergeFrom(request_)
+    with pytest.raises((InvalidArgumentError, UnsupportedError)) as raised:
+        check_request(plain, encoder)
+    assert raised.value.field.startswith(field)

@@ -121,7 +121,7 @@ def test_without_chunked_context_a_prompt_longer_than_any_step_is_rejected() -> 
     assert harness.ended == {"long": FinishReason.ERROR}
     failure = harness.core.lifecycle.requests["long"].failure
     assert failure is not None
-    message = "without chunked context a prompt must have at most 256 tokens"
+    message = "a prompt must have at most 256 tokens, since it is computed in one step"
     assert (failure.field, failure.message) == ("token_ids", message)
     harness.submit("short", 256, 4)
     harness.run()

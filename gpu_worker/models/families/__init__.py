@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpu_worker.models.description import DecoderDescription, DeltaNet, Mamba, Mixture, narrowed
+from gpu_worker.models.families.alibi import BLOOM, FALCON, GPT_NEOX, MPT
 from gpu_worker.models.families.arcee import ARCEE
 from gpu_worker.models.families.cohere2 import COHERE, COHERE2
 from gpu_worker.models.families.deepseek import DEEPSEEK, GLM_LITE
@@ -23,7 +24,7 @@ from gpu_worker.models.families.idefics3 import IDEFICS3
 from gpu_worker.models.families.lfm2 import LFM2
 from gpu_worker.models.families.llama import CWM, HELIUM, LLAMA, SEED_OSS
 from gpu_worker.models.families.llama4 import LLAMA4
-from gpu_worker.models.families.mamba import BAMBA, FALCON_H1, GRANITE_HYBRID, MAMBA2, NEMOTRON_H
+from gpu_worker.models.families.mamba import BAMBA, FALCON_H1, GRANITE_HYBRID, MAMBA, MAMBA2, NEMOTRON_H
 from gpu_worker.models.families.minimax import MINIMAX_M2
 from gpu_worker.models.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
 from gpu_worker.models.families.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
@@ -38,6 +39,7 @@ FAMILIES = (
     BAMBA, FALCON_H1, LFM2, PHI, STARCODER2, STABLELM, GPT2, OPT, OLMO3, SEED_OSS,
     EXAONE4, ERNIE4_5, MINIMAX_M2, IDEFICS3, ARCEE, DOTS1, GRANITE_MIXTURE,
     GLM_LITE, ERNIE4_5_MIXTURE, COHERE, MINISTRAL, SOLAR_OPEN, EXAONE_MIXTURE, CWM, HELIUM, FLEX_OLMO,
+    GPT_NEOX, FALCON, BLOOM, MPT, MAMBA,
 )  # fmt: skip
 _BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.types}
 

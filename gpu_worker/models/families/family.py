@@ -49,6 +49,8 @@ class Names:
 
     Attributes:
         positions: Table of learned position vectors.
+        embedding_norm: Norm of the embeddings.
+        parallel_norms: Names of input_norm and ffn_norm in models that have both norms in parallel layers.
         transposed: Matrices that the file stores as [inputs, outputs].
         prefixes: Alternatives to the leading `model.`, used when this model is part of a multimodal one.
         qkv: One name each, or one for a matrix of all three.
@@ -63,6 +65,8 @@ class Names:
     prefixes: tuple[str, ...] = ("model.",)
     embedding: str = "model.embed_tokens"
     positions: str = ""
+    embedding_norm: str = ""
+    parallel_norms: tuple[str, str] | None = None
     transposed: tuple[str, ...] = ()
     final_norm: str = "model.norm"
     head: str = "lm_head"

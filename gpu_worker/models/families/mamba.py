@@ -1,4 +1,4 @@
-"""Mamba 2, and hybrid models that use it in most layers: Granite 4, Bamba, Nemotron-H and Falcon-H1.
+"""Mamba 1 and 2, and hybrid models that use Mamba 2 in most layers: Granite 4, Bamba, Nemotron-H and Falcon-H1.
 
 A layer of Nemotron-H is either Mamba 2, attention, a feed-forward network or a mixture of experts. Falcon-H1 has Mamba
 2 and attention in parallel in every layer.
@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpu_worker.models.description import DecoderDescription, LayerParts, Mamba, Mixture
+from gpu_worker.models.description import ChannelMamba, DecoderDescription, LayerParts, Mamba, Mixture
 from gpu_worker.models.families.family import Family, Names, Settings, activation_of, check_kinds, plain, rotary_of
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import UNLIMITED_LENGTH
@@ -72,6 +72,38 @@ def _read(config: Mapping[str, Any]) -> DecoderDescription:
         rotary=(None,) * num_layers,
         windows=(None,) * num_layers,
         ties_embeddings=s.flag("tie_word_embeddings", False),
+        max_sequence_length=s.size("max_position_embeddings", default=UNLIMITED_LENGTH),
+        scale=1.0,
+        recurrent=(mamba,) * num_layers,
+        parts=(mixer,) * num_layers,
+    )
+
+
+def _read_first(config: Mapping[str, Any]) -> DecoderDescription:
+    s = Settings(config, state_size=16)
+    s.refuse(hidden_act="silu")
+    hidden_size, num_layers = s.size("hidden_size"), s.size("num_hidden_layers")
+    rank = s.get("time_step_rank", "auto")
+    mamba = ChannelMamba(
+        size=s.size("intermediate_size", default=s.size("expand", default=2) * hidden_size),
+        state_dim=s.size("state_size"),
+        step_rank=-(-hidden_size // 16) if rank == "auto" else s.size("time_step_rank"),
+        kernel=s.size("conv_kernel", default=4),
+    )
+    mixer: LayerParts = "mixer"
+    return DecoderDescription(
+        architecture=str(s.get("model_type")),
+        vocab_size=s.size("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=0,
+        num_layers=num_layers,
+        num_heads=mamba.size,
+        num_kv_heads=mamba.size,
+        head_dim=1,
+        norm_eps=s.number("layer_norm_epsilon", 1e-5),
+        rotary=(None,) * num_layers,
+        windows=(None,) * num_layers,
+        ties_embeddings=s.flag("tie_word_embeddings", True),
         max_sequence_length=s.size("max_position_embeddings", default=UNLIMITED_LENGTH),
         scale=1.0,
         recurrent=(mamba,) * num_layers,
@@ -234,6 +266,7 @@ def _read_falcon(config: Mapping[str, Any]) -> DecoderDescription:
     )
 
 
+MAMBA = Family(title="Mamba", types=("mamba",), read=_read_first, names=_NAMES)
 MAMBA2 = Family(title="Mamba 2", types=("mamba2",), read=_read, names=_NAMES)
 NEMOTRON_H = Family(title="Nemotron-H", types=("nemotron_h",), read=_read_nemotron, names=_NAMES)
 GRANITE_HYBRID = Family(

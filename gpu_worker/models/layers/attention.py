@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import kernels
-from gpu_worker.models.description import DecoderDescription
+from gpu_worker.models.description import ALIBI_DIM, DecoderDescription
 from gpu_worker.models.layers.linear import AddLora, Linear, with_lora
 from gpu_worker.parallel.tensor_ranks import TensorRanks
 from kernels import KvScales, recurrence
 from kernels.kv_rounding import KvRounding
+
+_SPLIT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ class Attention:
     """Multi-head or grouped-query attention.
 
     Attributes:
+        slopes: Float32 [num_heads]; ALiBi's slopes, divided by the factor of the scores. None if there are no biases.
         unit: Ones [head_dim] if rotated queries and keys are scaled to unit root mean square.
         kv_rounding: How keys and values are rounded before they are stored; None if they are not.
     """
@@ -106,6 +110,7 @@ class Attention:
     sinks: Tensor | None
     unit: Tensor | None
     kv_rounding: KvRounding | None = None
+    slopes: Tensor | None = None
 
     def __call__(
         self,
@@ -115,6 +120,7 @@ class Attention:
         query_scale: Tensor | None,
         ranks: TensorRanks,
         add_lora: AddLora | None,
+        positions: Tensor,
     ) -> Tensor:
         """Compute x [M, hidden_size] -> [M, hidden_size]; query_scale, float32 [M], multiplies the queries."""
         d, num_tokens = self.description, x.shape[0]
@@ -130,8 +136,10 @@ class Attention:
         q, gate = q[..., : d.head_dim], q[..., d.head_dim :]
         k = k.reshape(num_tokens, d.num_kv_heads, d.head_dim)
         v = v.reshape(num_tokens, d.num_kv_heads, d.head_dim)
+        if self.slopes is not None:
+            q, k, v = _with_positions(q, k, v, self.slopes, positions)
         q = self._store(q, k, v, tokens, angles, query_scale)
-        attended = tokens.attend(d, q, tokens.values, self.sinks)
+        attended = tokens.attend(d, q, tokens.values, self.sinks)[..., : d.head_dim]
         if d.has_output_gate:
             attended = (attended * recurrence.sigmoid(gate)).to(attended.dtype)
         attended = attended.flatten(1)
@@ -159,6 +167,20 @@ class Attention:
             k, v = self.kv_rounding.keys(k), self.kv_rounding.values(v)
         kernels.store_kv(k, v, tokens.keys, tokens.values, tokens.slot_mapping, scales=tokens.scales)
         return q
+
+
+def _with_positions(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values with ALIBI_DIM more elements, which add slope * position of the key to scores.
+
+    A bias that also depends on the position of the query would give the same weights. Positions are split, so that
+    both parts are exact in bfloat16.
+    """
+    q, k, v = (functional.pad(heads, (0, ALIBI_DIM)) for heads in (q, k, v))
+    q[..., -2], q[..., -1] = (slopes * _SPLIT).to(q.dtype), slopes.to(q.dtype)
+    k[..., -2], k[..., -1] = (positions // _SPLIT).to(k.dtype)[:, None], (positions % _SPLIT).to(k.dtype)[:, None]
+    return q, k, v
 
 
 def _row_norm(x: Tensor, weight: Tensor, eps: float, whole_size: int, ranks: TensorRanks) -> Tensor:
@@ -200,6 +222,7 @@ class LatentAttention:
         query_scale: Tensor | None,
         ranks: TensorRanks,
         add_lora: AddLora | None,
+        positions: Tensor,
     ) -> Tensor:
         """Compute x [M, hidden_size] -> [M, hidden_size]."""
         d, latent, num_tokens = self.description, self.description.latent, x.shape[0]

@@ -1,4 +1,4 @@
-"""Layers with a recurrent state of constant size: gated delta nets, Mamba 2, short convolutions.
+"""Layers with a recurrent state of constant size: gated delta nets, Mamba 1 and 2, short convolutions.
 
 Each KV block has space for one state per such layer. A sequence's current state is in the block of its last token, so a
 full block holds the state after its last token, and the first token of a block starts from the state of the previous
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from gpu_worker.models.description import DeltaNet, Mamba, ShortConv
+from gpu_worker.models.description import ChannelMamba, DeltaNet, Mamba, ShortConv
 from gpu_worker.models.layers.linear import AddLora, Linear, with_lora
 from kernels import recurrence
 
@@ -223,6 +223,56 @@ class MambaLayer:
             gated = kernels.rms_norm(grouped, torch.ones_like(grouped[0, 0]), self.norm_eps).flatten(1) * self.norm
         out = self.output(gated.to(x.dtype))
         return out if d.output_scale == 1.0 else out * d.output_scale
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelMambaLayer:
+    """Mamba 1.
+
+    Attributes:
+        joined: Projection to the inputs of the convolution, then gates.
+        selection: Projection of the convolution's outputs to low-rank time steps, then the factors of what is stored
+            and of what is read.
+        step: Projection of low-rank time steps to those of the channels.
+        conv: [size, kernel].
+        conv_bias, skip: [size].
+        decay_rates: [size, state_dim]; they are negative.
+    """
+
+    description: ChannelMamba
+    joined: Linear
+    selection: Linear
+    step: Linear
+    conv: Tensor
+    conv_bias: Tensor | None
+    decay_rates: Tensor
+    skip: Tensor
+    output: Linear
+
+    def __call__(self, x: Tensor, states: Tensor, pieces: list[Pieces], add_lora: AddLora | None) -> Tensor:
+        """Compute x [M, hidden_size], given the layer's states [num_blocks, state_size] -> [M, hidden_size]."""
+        d = self.description
+        mixed, gate = with_lora(self.joined, x, "in", add_lora).float().chunk(2, dim=-1)
+        read = torch.zeros_like(mixed)
+        for piece in pieces:
+            shape = piece.tokens.shape
+            before, memory = _read(states, piece, d.kernel, d.channels)
+            made, after = recurrence.causal_conv(mixed[piece.tokens], before, self.conv, self.conv_bias)
+            values = recurrence.silu(made)
+            selected = self.selection(values.flatten(0, 1).to(x.dtype))
+            ranked, b, c = torch.split(selected, [d.step_rank, d.state_dim, d.state_dim], dim=-1)
+            step = recurrence.softplus(self.step(ranked.contiguous()).float())
+            out, memory = recurrence.channel_scan(
+                values,
+                step.view(*shape, d.size),
+                self.decay_rates,
+                b.float().reshape(*shape, d.state_dim),
+                c.float().reshape(*shape, d.state_dim),
+                memory.reshape(-1, d.size, d.state_dim),
+            )
+            read[piece.tokens] = out + values * self.skip
+            _write(states, piece, after, memory)
+        return self.output((read * recurrence.silu(gate)).to(x.dtype))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,16 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gpu_worker.models.description import DecoderDescription, DeltaNet, Mamba, Mixture, Recurrent, ShortConv
+from gpu_worker.models.description import (
+    ChannelMamba,
+    DecoderDescription,
+    DeltaNet,
+    Mamba,
+    Mixture,
+    Recurrent,
+    ShortConv,
+    grouped_rows,
+)
 from gpu_worker.models.families import family_of
 from gpu_worker.models.families.family import DELTA_NET_INPUTS, Names
 from gpu_worker.models.weights.block_rows import mxfp4_weight
@@ -123,6 +132,11 @@ class DecoderWeights:
         shape = (d.position_offset + d.max_sequence_length, d.hidden_size)
         return self._vector_of(self._names.positions + ".weight", shape)[d.position_offset :]
 
+    def embedding_norm(self) -> Tensor | None:
+        """The weight of the norm of the embeddings, in the form of `final_norm`; None if there is none."""
+        d = self._description
+        return self._norm(self._names.embedding_norm, d.hidden_size) if d.has_embedding_norm else None
+
     def final_norm(self) -> Tensor:
         """The weight of the final norm, [hidden_size], or with biases [2, hidden_size]."""
         return self._norm(self._names.final_norm, self._description.hidden_size)
@@ -152,6 +166,9 @@ class DecoderWeights:
             self._norm(prefix + name, size) if d.qk_norm and has_attention else None
             for name, size in zip((names.q_norm, names.k_norm), norm_sizes, strict=True)
         ]
+        input_norm, ffn_norm = names.input_norm, names.ffn_norm
+        if d.has_two_norms and names.parallel_norms is not None:
+            input_norm, ffn_norm = names.parallel_norms
         output = None
         if has_attention and d.has_attention_bias is False:
             self._refuse_biases(prefix, names.qkv, "attention")
@@ -159,15 +176,13 @@ class DecoderWeights:
             attended = d.num_heads * d.value_dim
             output = self._linear(prefix, [names.attention_output], [d.hidden_size], attended)
         return LayerWeights(
-            input_norm=self._norm(prefix + names.input_norm, d.hidden_size) if has_before else None,
-            qkv=None
-            if d.latent or not has_attention
-            else self._linear(prefix, names.qkv, [q_size, kv_size, kv_size], d.hidden_size),
+            input_norm=self._norm(prefix + input_norm, d.hidden_size) if has_before else None,
+            qkv=None if d.latent or not has_attention else self._qkv(prefix, [q_size, kv_size, kv_size]),
             q_norm=norms[0],
             k_norm=norms[1],
             attention_output=output,
-            ffn_norm=self._norm(prefix + names.ffn_norm, d.hidden_size)
-            if has_before and not d.is_parallel and parts == "both"
+            ffn_norm=self._norm(prefix + ffn_norm, d.hidden_size)
+            if has_before and (d.has_two_norms or not d.is_parallel) and parts == "both"
             else None,
             feed_forward=None
             if mixture or parts == "mixer"
@@ -182,6 +197,14 @@ class DecoderWeights:
             recurrent=None if recurrent is None else self._recurrent(prefix + names.recurrent_prefix, recurrent),
             kv_rounding=self._kv_rounding(i),
         )
+
+    def _qkv(self, prefix: str, sizes: Sequence[int]) -> LinearWeights:
+        d = self._description
+        joined = self._linear(prefix, self._names.qkv, sizes, d.hidden_size)
+        if not d.has_grouped_qkv:
+            return joined
+        rows = grouped_rows(d)
+        return LinearWeights(joined.weight.take(rows), None if joined.bias is None else joined.bias[rows])
 
     @property
     def rounds_kv(self) -> bool:
@@ -223,6 +246,16 @@ class DecoderWeights:
         if isinstance(kind, ShortConv):
             inputs = (self._linear(prefix, ["in_proj"], [3 * kind.size], d.hidden_size),)
             return RecurrentWeights(inputs, output, convolution, conv_bias)
+        if isinstance(kind, ChannelMamba):
+            selected = kind.step_rank + 2 * kind.state_dim
+            inputs = (
+                self._linear(prefix, ["in_proj"], [2 * kind.size], d.hidden_size),
+                self._linear(prefix, ["x_proj"], [selected], kind.size),
+                self._linear(prefix, ["dt_proj"], [kind.size], kind.step_rank),
+            )
+            decay_logs = self._vector_of(prefix + "A_log", (kind.size, kind.state_dim))
+            skip = self._vector(prefix + "D", kind.size)
+            return RecurrentWeights(inputs, output, convolution, conv_bias, decay_logs=decay_logs, skip=skip)
         if isinstance(kind, DeltaNet):
             num_heads, norm_size = kind.value_heads, kind.value_dim
             has_norm = True

@@ -65,11 +65,11 @@ class RecurrentWeights:
     inputs and conv.
 
     Attributes:
-        inputs: Input matrices; for a delta net, one of queries, keys, values and gates, and one of rates; otherwise a
-            single one.
+        inputs: Input matrices; for a delta net, one of queries, keys, values and gates, and one of rates; for Mamba 1,
+            those of inputs, selection and time steps; otherwise a single one.
         conv: [channels, kernel].
         conv_bias: [channels].
-        step_bias, decay_logs, skip: [heads].
+        step_bias, decay_logs, skip: [heads]; for Mamba 1, decay_logs [channels, state_dim] and skip [channels].
     """
 
     inputs: tuple[LinearWeights, ...]

@@ -1,7 +1,8 @@
-"""The endpoints for embeddings, scores and reranking.
+"""The endpoints for embeddings, scores, reranking and classification.
 
 A score is the probability that the model answers yes, if it was trained to answer (answers.py); otherwise it is the
-cosine similarity of the two texts' embeddings. Reranking sorts documents by their scores for the query.
+cosine similarity of the two texts' embeddings. Reranking sorts documents by their scores for the query. Classification
+returns the most likely class and the probabilities of all, in vLLM's format.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from starlette.routing import Route
 
 from midstream.chunk import Usage
 from midstream.errors import UnsupportedError
+from router.pipeline.answers import classes_of
 from router.pipeline.embedder import Embedder, Pair, Vector, VectorShape, dot
 from router.pipeline.idempotency import HEADER, check_key, check_no_id, request_id_of
 from router.protocols.body_reader import BodyReader
 from router.protocols.embeddings.request import (
+    ClassifyJob,
     EmbeddingJob,
     RerankJob,
     ScoreJob,
     VectorsJob,
+    read_classify,
     read_embeddings,
     read_rerank,
     read_score,
@@ -46,7 +50,7 @@ _UNIT = VectorShape()
 
 
 class EmbeddingsApi:
-    """Serves the endpoints for embeddings, scores and reranking."""
+    """Serves the endpoints for embeddings, scores, reranking and classification."""
 
     def __init__(self, embedder: Embedder, bodies: BodyReader) -> None:
         self._embedder = embedder
@@ -55,7 +59,7 @@ class EmbeddingsApi:
         self._models = Models(self._front.runner.model, self._front.runner.cells)
 
     def routes(self) -> list[Route]:
-        endpoints: dict[str, Endpoint] = {"/v1/embeddings": self._embeddings}
+        endpoints: dict[str, Endpoint] = {"/v1/embeddings": self._embeddings, "/classify": self._classify}
         endpoints |= dict.fromkeys(("/score", "/v1/score"), self._score)
         endpoints |= dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), self._rerank)
         return [Route(path, mapped(endpoint, ()), methods=["POST"]) for path, endpoint in endpoints.items()]
@@ -67,6 +71,19 @@ class EmbeddingsApi:
             return {"object": "list", "data": data, "model": self._name(job), "usage": _usage(usage)}
 
         return await self._run(request, read_embeddings, self._vectors, answer)
+
+    async def _classify(self, request: Request) -> Response:
+        def answer(job: ClassifyJob, scores: list[Vector], usage: Usage) -> _Answer:
+            classes, data = classes_of(self._front.runner.model), list[dict[str, object]]()
+            for index, values in enumerate(scores):
+                probabilities = classes.probabilities(values, is_raw=job.is_raw)
+                label = classes.labels[max(range(len(values)), key=values.__getitem__)]
+                num_classes = len(classes.labels)
+                data.append({"index": index, "label": label, "probs": probabilities, "num_classes": num_classes})
+            head = {"id": f"classify-{job.base.request_id}", "object": "list", "created": int(time.time())}
+            return {**head, "model": self._name(job), "data": data, "usage": _usage(usage)}
+
+        return await self._run(request, read_classify, self._class_scores, answer)
 
     async def _score(self, request: Request) -> Response:
         def answer(job: ScoreJob, scores: list[float], usage: Usage) -> _Answer:
@@ -94,23 +111,36 @@ class EmbeddingsApi:
 
     async def _vectors(self, job: VectorsJob, key: str) -> tuple[list[Vector], Usage]:
         return await self._embedder.embed(
-            job.base, job.inputs, job.shape, pooling=job.pooling, prompt_name=job.prompt_name, key=key
+            job.base,
+            job.inputs,
+            job.shape,
+            pooling=job.pooling,
+            prompt_name=job.prompt_name,
+            key=key,
+            truncate=job.truncate,
         )
+
+    async def _class_scores(self, job: ClassifyJob, key: str) -> tuple[list[Vector], Usage]:
+        return await self._embedder.classify(job.base, job.inputs, key, job.truncate)
 
     async def _scores(self, job: ScoreJob, key: str) -> tuple[list[float], Usage]:
         answers = self._embedder.answers
         num_labels = self._front.runner.model.num_labels
         if answers is None and num_labels is not None and job.pooling is None:
-            reason = f"must be set: scores need one or two classes, but the model has {num_labels}"
+            reason = f"must be set: scores need one or two classes, but the model has {num_labels}; use /classify"
             raise UnsupportedError(reason, field="pooling")
         if answers is None or job.pooling is not None:
-            vectors, usage = await self._embedder.embed(job.base, job.inputs, _UNIT, pooling=job.pooling, key=key)
+            if job.raw_field:
+                raise UnsupportedError("must not be set: the scores are cosine similarities", field=job.raw_field)
+            vectors, usage = await self._embedder.embed(
+                job.base, job.inputs, _UNIT, pooling=job.pooling, key=key, truncate=job.truncate
+            )
             return [dot(vectors[left], vectors[right]) for left, right in job.pairs], usage
         pairs = [
             Pair(job.inputs[right].field, str(job.inputs[left].prompt), str(job.inputs[right].prompt))
             for left, right in job.pairs
         ]
-        return await self._embedder.score(answers, job.base, pairs, key)
+        return await self._embedder.score(answers, job.base, pairs, key, job.truncate, is_raw=bool(job.raw_field))
 
     async def _run(
         self,

@@ -1,4 +1,4 @@
-"""Reads the bodies of /v1/embeddings, /score and /rerank."""
+"""Reads the bodies of /v1/embeddings, /score, /rerank and /classify."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from midstream.errors import InvalidArgumentError
 from protos import generation_pb2 as pb
 from router.pipeline.embedder import EmbedInput, Pooling, VectorShape
-from router.protocols.fields import EMBEDDINGS, RERANK, SCORE, Table, check_fields, ignored_fields
+from router.protocols.fields import CLASSIFY, EMBEDDINGS, RERANK, SCORE, Table, check_fields, ignored_fields
 from router.protocols.openai.body import Body, token_ids
 from router.protocols.openai.parameters import read_priority
 
@@ -20,6 +20,7 @@ class EmbeddingJob:
         base: The native request of each input, without its prompt.
         pooling: How to pool; None for the pooling that the model was trained for.
         ignored: Fields of the body that have no effect.
+        truncate: Number of tokens to which inputs are truncated, as in `Embedder.embed`.
     """
 
     base: pb.GenerateRequest
@@ -27,6 +28,7 @@ class EmbeddingJob:
     inputs: list[EmbedInput]
     pooling: Pooling | None
     ignored: list[str]
+    truncate: int | None
 
 
 @dataclass(slots=True)
@@ -39,14 +41,27 @@ class VectorsJob(EmbeddingJob):
 
 
 @dataclass(slots=True)
+class ClassifyJob(EmbeddingJob):
+    """A call to /classify.
+
+    Attributes:
+        is_raw: Whether logits are returned, instead of probabilities.
+    """
+
+    is_raw: bool
+
+
+@dataclass(slots=True)
 class ScoreJob(EmbeddingJob):
     """A call to /score.
 
     Attributes:
         pairs: For each score, the indexes of its two texts in `inputs`.
+        raw_field: The field that asks for logits instead of scores; empty if none does.
     """
 
     pairs: list[tuple[int, int]]
+    raw_field: str
 
 
 @dataclass(slots=True)
@@ -70,20 +85,30 @@ class RerankJob(ScoreJob):
 def read_embeddings(body: Body) -> VectorsJob:
     """Read a body of /v1/embeddings. Raises MidstreamError if a field is invalid or not supported."""
     check_fields(body, EMBEDDINGS)
+    inputs = _inputs(body)
+    encoding = body.choice("encoding_format", ("float", "base64"))
+    shape = VectorShape(body.integer("dimensions"), body.flag("normalize") is not False)
+    prompt_name = body.text("prompt_name")
+    return VectorsJob(*_common(body, inputs, EMBEDDINGS), shape, encoding == "base64", prompt_name)
+
+
+def read_classify(body: Body) -> ClassifyJob:
+    """Read a body of /classify; raises the errors of `read_embeddings`."""
+    check_fields(body, CLASSIFY)
+    inputs, is_raw = _inputs(body), body.flag("use_activation") is False
+    return ClassifyJob(*_common(body, inputs, CLASSIFY), is_raw)
+
+
+def _inputs(body: Body) -> list[EmbedInput]:
     value = body.get("input")
     items = value if isinstance(value, list) else [value]
     if not items:
         raise InvalidArgumentError("must not be empty", field="input")
     if isinstance(value, list) and isinstance(items[0], int):
-        inputs = [EmbedInput("input", token_ids(items, "input"))]
-    elif isinstance(value, list):
-        inputs = [_item(item, f"input[{index}]") for index, item in enumerate(items)]
-    else:
-        inputs = [_item(value, "input")]
-    encoding = body.choice("encoding_format", ("float", "base64"))
-    shape = VectorShape(body.integer("dimensions"), body.flag("normalize") is not False)
-    prompt_name = body.text("prompt_name")
-    return VectorsJob(*_common(body, inputs, EMBEDDINGS), shape, encoding == "base64", prompt_name)
+        return [EmbedInput("input", token_ids(items, "input"))]
+    if isinstance(value, list):
+        return [_item(item, f"input[{index}]") for index, item in enumerate(items)]
+    return [_item(value, "input")]
 
 
 def read_score(body: Body) -> ScoreJob:
@@ -99,7 +124,8 @@ def read_score(body: Body) -> ScoreJob:
     inputs = [_named(names[0], index, text) for index, text in enumerate(left)]
     inputs += [_named(names[1], index, text) for index, text in enumerate(right)]
     pairs = [(index if len(left) > 1 else 0, len(left) + index) for index in range(len(right))]
-    return ScoreJob(*_common(body, inputs, SCORE), pairs)
+    raw_field = _raw_field(body)
+    return ScoreJob(*_common(body, inputs, SCORE), pairs, raw_field)
 
 
 def read_rerank(body: Body) -> RerankJob:
@@ -121,12 +147,30 @@ def read_rerank(body: Body) -> RerankJob:
     # As in vLLM, 0 means all documents.
     pairs = [(0, index) for index in range(1, len(inputs))]
     num_returned = min(top_n or len(documents), len(documents))
-    return RerankJob(*_common(body, inputs, RERANK), pairs, num_returned, returns_documents, is_tei)
+    raw_field = _raw_field(body)
+    return RerankJob(*_common(body, inputs, RERANK), pairs, raw_field, num_returned, returns_documents, is_tei)
+
+
+def _raw_field(body: Body) -> str:
+    """Return the field that asks for logits instead of scores; empty if none does."""
+    if body.flag("use_activation") is False:
+        return "use_activation"
+    return "raw_scores" if body.flag("raw_scores") else ""
+
+
+def _truncate(body: Body) -> int | None:
+    """Return the number of tokens to which inputs are truncated."""
+    limit = body.integer("truncate_prompt_tokens", -1)
+    if limit == 0:
+        raise InvalidArgumentError("must be at least 1, or -1 for the model's limit", field="truncate_prompt_tokens")
+    body.get("truncation_direction")  # right, as the check of the fields ensures
+    cuts = body.flag("truncate")
+    return -1 if limit is None and cuts else limit
 
 
 def _common(
     body: Body, inputs: list[EmbedInput], table: Table
-) -> tuple[pb.GenerateRequest, str, list[EmbedInput], Pooling | None, list[str]]:
+) -> tuple[pb.GenerateRequest, str, list[EmbedInput], Pooling | None, list[str], int | None]:
     model = body.text("model") or ""
     base = pb.GenerateRequest(
         request_id=body.text("request_id") or "",
@@ -139,7 +183,8 @@ def _common(
     if timeout_ms is not None:
         base.timeout_ms = timeout_ms
     pooling = body.choice("pooling", tuple(Pooling))
-    return base, model, inputs, Pooling(pooling) if pooling else None, ignored_fields(body, table)
+    truncate = _truncate(body)
+    return base, model, inputs, Pooling(pooling) if pooling else None, ignored_fields(body, table), truncate
 
 
 def _item(value: object, field: str) -> EmbedInput:

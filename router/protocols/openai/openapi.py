@@ -6,7 +6,7 @@ from typing import Any
 
 from midstream import __version__
 from midstream.model.folder import ModelFolder
-from router.pipeline.embedder import MAX_INPUTS
+from router.pipeline.embedder import MAX_INPUTS, Pooling
 from router.pipeline.request_checks import (
     MAX_FLOAT,
     MAX_LOG_PROBS,
@@ -341,10 +341,15 @@ def _sampling_fields() -> Part:
 
 
 def _embedding_paths(names: Part, inputs: Part) -> Part:
-    """Return the paths of the endpoints for embeddings, scores and reranking."""
+    """Return the paths of the endpoints for embeddings, scores, reranking and classes."""
     texts = _array(_SOME_TEXT, minItems=1, maxItems=MAX_INPUTS - 1)  # the query is one more
     either = _any(_SOME_TEXT, texts)
-    common = {**_request_fields(names), "pooling": {"enum": ["last", "mean"]}}
+    cut = {
+        "truncate_prompt_tokens": _integer(-1, 0xFFFFFFFF),
+        "truncate": _FLAG,
+    }
+    common = {**_request_fields(names), **cut, "pooling": {"enum": list(Pooling)}}
+    classified = {**_request_fields(names), **cut, "input": inputs, "use_activation": _FLAG}
     vectors = {
         **common,
         "input": inputs,
@@ -353,9 +358,18 @@ def _embedding_paths(names: Part, inputs: Part) -> Part:
         "normalize": _FLAG,
         "prompt_name": _TEXT,
     }
-    scored = {**common, "text_1": either, "text_2": either, "queries": either, "documents": either}
+    scored = {
+        **common,
+        "use_activation": _FLAG,
+        "text_1": either,
+        "text_2": either,
+        "queries": either,
+        "documents": either,
+    }
     ranked = {
         **common,
+        "use_activation": _FLAG,
+        "raw_scores": _FLAG,
         "query": _SOME_TEXT,
         "documents": texts,
         "texts": texts,
@@ -372,6 +386,7 @@ def _embedding_paths(names: Part, inputs: Part) -> Part:
                 [],
             )
         },
+        "/classify": {"post": _post("Classes of texts.", classified, ["input"])},
         "/rerank": {
             "post": _post(
                 "Sort documents by their similarity to a query (also /v1/rerank, /v2/rerank).",

@@ -95,6 +95,11 @@ OPERATIONS = {
         "The cosine of the angle between the embeddings of two texts.",
         {"text_1": "Where is water high?", "text_2": _TEXTS},
     ),
+    "post /classify": Operation(
+        "Embeddings",
+        "For models with a classification head: the most likely label of each text, and the probability of each label.",
+        {"input": _TEXTS},
+    ),
     "post /rerank": Operation(
         "Embeddings",
         "The most similar document comes first.",

@@ -13,9 +13,10 @@ from midstream.errors import MidstreamError, UnsupportedError
 from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat
 from router.protocols.anthropic.request import read_messages
 from router.protocols.conversation import ChatModel, Conversation
-from router.protocols.embeddings.request import read_embeddings, read_rerank, read_score
+from router.protocols.embeddings.request import read_classify, read_embeddings, read_rerank, read_score
 from router.protocols.fields import (
     CHAT,
+    CLASSIFY,
     COMPLETIONS,
     EMBEDDINGS,
     MESSAGES,
@@ -606,6 +607,8 @@ EMBEDDING_COMMON_EXAMPLES: dict[str, tuple[object, dict[str, object]]] = {
     "timeout_ms": (5, {}),
     "pooling": ("mean", {}),
     "truncate_prompt_tokens": (5, {}),
+    "truncate": (True, {}),
+    "truncation_direction": ("Left", {}),
 }
 EMBEDDINGS_EXAMPLES = EMBEDDING_COMMON_EXAMPLES | {
     "input": (["b", [1, 2]], {}),
@@ -621,7 +624,7 @@ SCORE_EXAMPLES = EMBEDDING_COMMON_EXAMPLES | {
     "text_2": (["b", "c"], {}),
     "queries": ({"queries": "q", "documents": "d"}, {}),
     "documents": ({"queries": "q", "documents": ["d"]}, {"queries": "q", "documents": "e"}),
-    "use_activation": (True, {}),
+    "use_activation": (False, {}),
 }
 RERANK_EXAMPLES = EMBEDDING_COMMON_EXAMPLES | {
     "query": ("r", {}),
@@ -630,20 +633,33 @@ RERANK_EXAMPLES = EMBEDDING_COMMON_EXAMPLES | {
     "texts": ({"texts": ["b", "c"]}, {}),
     "return_text": ({"texts": ["b"], "return_text": True}, {"texts": ["b"]}),
     "raw_scores": (True, {}),
-    "truncate": (True, {}),
-    "truncation_direction": ("Left", {}),
     "top_n": (1, {}),
     "return_documents": (False, {}),
     "rank_fields": (["text"], {}),
     "max_chunks_per_doc": (2, {}),
     "max_tokens_per_doc": (2, {}),
-    "use_activation": (True, {}),
+    "use_activation": (False, {}),
+}
+
+
+CLASSIFY_EXAMPLES = EMBEDDING_COMMON_EXAMPLES | {
+    "input": (["b", [1, 2]], {}),
+    "use_activation": (False, {}),
+    "activation": (True, {}),
+    "messages": ([{"role": "user", "content": "x"}], {}),
+    "add_special_tokens": (True, {}),
 }
 
 
 def run_embeddings(fields: dict[str, object]) -> tuple[str, list[str]]:
     """Return everything that an /embeddings request body sets, and its ignored fields."""
     job = read_embeddings(Body({"input": "a", **fields}))
+    return str(replace(job, ignored=[])), job.ignored
+
+
+def run_classify(fields: dict[str, object]) -> tuple[str, list[str]]:
+    """Return everything that a /classify request body sets, and its ignored fields."""
+    job = read_classify(Body({"input": "a", **fields}))
     return str(replace(job, ignored=[])), job.ignored
 
 
@@ -743,6 +759,11 @@ def test_embeddings(name: str) -> None:
     check_line(name, EMBEDDINGS, EMBEDDINGS_EXAMPLES, run_embeddings)
 
 
+@pytest.mark.parametrize("name", CLASSIFY)
+def test_classify(name: str) -> None:
+    check_line(name, CLASSIFY, CLASSIFY_EXAMPLES, run_classify)
+
+
 @pytest.mark.parametrize("name", SCORE)
 def test_score(name: str) -> None:
     check_line(name, SCORE, SCORE_EXAMPLES, run_score)
@@ -787,10 +808,11 @@ def test_every_line_is_tested_and_in_the_docs() -> None:
     assert MESSAGES_EXAMPLES.keys() == MESSAGES.keys()
     assert RESPONSES_EXAMPLES.keys() == RESPONSES.keys()
     assert EMBEDDINGS_EXAMPLES.keys() == EMBEDDINGS.keys()
+    assert CLASSIFY_EXAMPLES.keys() == CLASSIFY.keys()
     assert SCORE_EXAMPLES.keys() == SCORE.keys()
     assert RERANK_EXAMPLES.keys() == RERANK.keys()
     served = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
-    assert set(TABLES) == served | {"/v1/embeddings", "/score", "/rerank"}
+    assert set(TABLES) == served | {"/v1/embeddings", "/score", "/rerank", "/classify"}
     begin, end = "<!-- python -m router.protocols.fields -->\n", "\n<!-- end of fields -->"
     text = DOCS.read_text(encoding="utf-8")
     assert text.partition(begin)[2].partition(end)[0] == markdown()
