@@ -20,13 +20,13 @@ from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
 from midstream.security.peer_names import PeerNames, admit_peers
 from midstream.security.tls import Tls
-from midstream.service import run_service
+from midstream.service import Service, run_service
 from midstream.telemetry import HttpServer, Metrics
 from midstream.telemetry.tracing import Tracer
 from midstream.text.incremental import decoder_factory
 from protos import detokenizer_pb2_grpc, frames_pb2_grpc
 
-SERVICE = "midstream.v1.Detokenizer"
+GRPC_SERVICE = "midstream.v1.Detokenizer"
 
 
 async def serve(config: DetokenizerConfig) -> None:
@@ -59,7 +59,7 @@ async def serve(config: DetokenizerConfig) -> None:
     )
     routers = PeerNames(config.router_names, "router_names")
     server = Server(
-        SERVICE,
+        GRPC_SERVICE,
         config.host,
         config.port,
         progress,
@@ -91,5 +91,7 @@ async def serve(config: DetokenizerConfig) -> None:
             tracer.close()
 
 
+SERVICE = Service("detokenizer", DetokenizerConfig, serve)
+
 if __name__ == "__main__":
-    sys.exit(run_service(DetokenizerConfig, "detokenizer", serve))
+    sys.exit(run_service(SERVICE))

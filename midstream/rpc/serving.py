@@ -13,6 +13,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
 
 from grpc_reflection.v1alpha import reflection
 
@@ -25,6 +26,30 @@ from midstream.rpc.open_files import raise_open_files_limit
 from midstream.security.tls import Tls
 
 logger = logging.getLogger(__name__)
+
+
+class Signals:
+    """The signals that tell a server to stop.
+
+    Attributes:
+        are_awaited: Set once the server has started and waits for them.
+    """
+
+    def __init__(self) -> None:
+        self.are_awaited = asyncio.Event()
+        self._sent: asyncio.Queue[signal.Signals] = asyncio.Queue()
+
+    def send(self, number: signal.Signals) -> None:
+        self._sent.put_nowait(number)
+
+    async def get(self) -> signal.Signals:
+        """Return the next signal, once it is sent."""
+        self.are_awaited.set()
+        return await self._sent.get()
+
+
+# The signals for the server of the current part, if the process hosts several parts; otherwise, those of the process.
+part_signals: ContextVar[Signals | None] = ContextVar("part_signals", default=None)
 
 MAX_METADATA_BYTES = 16 << 10
 
@@ -131,10 +156,11 @@ class Server:
         Raises:
             MidstreamError: The error passed to `fail`.
         """
-        loop = asyncio.get_running_loop()
-        signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, signals.put_nowait, number)
+        signals = part_signals.get()
+        if signals is None:
+            signals = Signals()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, signals.send, number)
         signalled, failed = asyncio.create_task(signals.get()), asyncio.create_task(self._failed.wait())
         try:
             await asyncio.wait((signalled, failed), return_when=asyncio.FIRST_COMPLETED)
