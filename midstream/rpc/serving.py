@@ -111,6 +111,7 @@ class Server:
         )
         self.leaving, self.draining = asyncio.Event(), asyncio.Event()
         self._failed = asyncio.Event()
+        self._is_hurried = asyncio.Event()
         self._failure: MidstreamError | None = None
         self._progress = progress
         self._event_loop = progress.loop("event loop")
@@ -186,6 +187,7 @@ class Server:
         await asyncio.wait((stopping, impatient), return_when=asyncio.FIRST_COMPLETED)
         impatient.cancel()
         if not stopping.done():
+            self._is_hurried.set()
             await self.grpc.stop(0)
             if stop_other_port is not None:
                 await stop_other_port(0.0)
@@ -228,12 +230,23 @@ class Server:
         self.draining.set()
         stopping = asyncio.create_task(self.grpc.stop(drain_timeout_s))
         if drain is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(drain(), drain_timeout_s)
+            await self._drain(drain, drain_timeout_s)
             await self.grpc.stop(0)
         await stopping
         if self._beat is not None:
             self._beat.cancel()
+
+    async def _drain(self, drain: Callable[[], Awaitable[None]], timeout_s: float) -> None:
+        """Wait until `drain` has ended, but not beyond the timeout or a second signal."""
+        draining = asyncio.ensure_future(drain())
+        hurried = asyncio.create_task(self._is_hurried.wait())
+        try:
+            await asyncio.wait((draining, hurried), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            hurried.cancel()
+            draining.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await draining
 
     async def _keep_beating(self) -> None:
         while True:
