@@ -132,7 +132,7 @@ async def test_a_second_signal_ends_streams_which_continue_at_the_next_start(par
     ("words", "message"),
     [
         (
-            "router --port {router} --http-port 0 + detokenizer --port {router} --http-port 0",
+            "router --port {port} --http-port 0 + detokenizer --port {port} --http-port 0",
             "detokenizer: cannot listen",
         ),
         ("router --http-port 0 + router --http-port 0", "router: name each of router, detokenizer, scheduler"),
@@ -143,7 +143,7 @@ async def test_a_second_signal_ends_streams_which_continue_at_the_next_start(par
 )
 def test_a_wrong_setting_of_a_part_ends_the_process(tmp_path: Path, words: str, message: str) -> None:
     parts = SharedParts(tmp_path)
-    process = parts.launch("services", "midstream.parts", *words.format(router=parts.router_port).split())
+    process = parts.launch("services", "midstream.parts", *words.format(port=parts.router_port).split())
     try:
         assert process.wait(WAIT_S) == 2
     finally:
