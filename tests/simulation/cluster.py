@@ -245,15 +245,15 @@ class Cluster:
         await service.run()
 
     async def _shared(self) -> None:
-        mains = (self._scheduler, *(partial(self._part, name) for name in SHARING[1:]))
-        parts = [Part(name.partition("-")[0], name, main) for name, main in zip(SHARING, mains, strict=True)]
+        parts = [
+            Part("scheduler", "scheduler", self._scheduler),
+            Part("detokenizer", "detokenizer-0", partial(self._detokenizer, "detokenizer-0")),
+            Part("router", "router-0", partial(self._router, "router-0")),
+        ]
         try:
             await run_parts(parts)
         except PartError as failed:
             raise failed.error from None
-
-    async def _part(self, name: str) -> None:
-        await (self._router(name) if name.startswith("router") else self._detokenizer(name))
 
     async def _worker(self, name: str) -> int:
         address = f"tcp://scheduler:{WORKER_PORT}"
