@@ -46,10 +46,12 @@ class Connection(Protocol):
         """Whether messages can be sent and the peer keeps up with them."""
 
     def send(self, message: Message) -> None:
-        """Send a message, which must not be changed afterwards."""
+        """Send a message, which must not be changed afterwards. Within a process, the peer handles it before this
+        returns.
+        """
 
     def post(self, message: Message) -> None:
-        """Like `send`, but write it at the end of this event-loop iteration, together with other messages."""
+        """Like `send`, but at the end of this event-loop iteration, together with other messages."""
 
     def fail(self, error: Exception) -> None:
         """Close the connection immediately because of an error; unsent data is dropped."""

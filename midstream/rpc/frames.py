@@ -458,7 +458,10 @@ class FrameServer(frames_pb2_grpc.FramesServicer):
         accept = None if self._is_closed or self._context is None else self._take_token(token)
         if accept is None or self._context is None:
             return None
-        here, there = LocalConnection(handler, copy_context()), LocalConnection(_Unknown(lambda: None), self._context)
+        here, there = (
+            LocalConnection(handler, copy_context()),
+            LocalConnection(_Unknown(lambda: None), self._context.copy()),
+        )
         there.handler = _Counted(self._context.copy().run(accept, there), lambda: self._forget(there))
         self.connections[there] = None
         connect_ends(here, there)

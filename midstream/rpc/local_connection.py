@@ -1,8 +1,9 @@
 """A connection between two parts of one process: messages are passed as they are, without a socket or serialization.
 
-It behaves like a connection over a socket: what was sent arrives in order and in a later iteration of the event loop,
-what was sent together is handled together, a writer waits while its peer has not kept up, and either end learns once
-that the connection has ended. Each end runs in its own context, which names its part in the log.
+It behaves like a connection over a socket: messages arrive in order, a writer waits while its peer has not kept up, and
+either end learns once that the connection has ended. What is posted is handled in the next iteration of the event loop.
+What is sent is handled at once, by a call: tokens then pass from the scheduler to the router's stream in one iteration.
+Each end runs in its own context, which names its part in the log.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _MAX_UNREAD = 4
 
 
 class LocalConnection:
-    """One end of a connection within a process; `connect_ends` creates both."""
+    """One end of a connection within a process; `connect_ends` connects two."""
 
     def __init__(self, handler: FrameHandler, context: Context) -> None:
-        """Create an end that is not connected; `handler` is called within `context`."""
+        """Create an end that is not connected; `handler` is called within `context`, which no other end may use."""
         self.handler = handler
         self.is_open = False
         self.on_read: Callable[[], None] = lambda: None
@@ -32,6 +33,7 @@ class LocalConnection:
         self._context = context
         self._loop = asyncio.get_running_loop()
         self._unread: list[Message] = []  # what the peer has sent and this end has not handled
+        self._is_busy = False  # whether the handler is running
         self._is_ending = False
 
     @property
@@ -40,14 +42,22 @@ class LocalConnection:
         return self.is_open and len(self._peer._unread) < _MAX_UNREAD
 
     def send(self, message: Message) -> None:
+        """Pass a message to the other end, which handles it before this returns, unless it has unread messages or is
+        itself waiting for a call to return.
+        """
+        peer = self._peer
+        if peer._unread or peer._is_busy:
+            self.post(message)
+        elif self.is_open:
+            peer._context.run(peer._take, [message])
+
+    def post(self, message: Message) -> None:
         """Pass a message to the other end, which handles it in the next iteration of the event loop."""
         if self.is_open:
             peer = self._peer
             if not peer._unread:
                 self._loop.call_soon(peer._read, context=peer._context)
             peer._unread.append(message)
-
-    post = send
 
     def fail(self, error: Exception) -> None:
         """Close the connection immediately because of an error; what has not been handled is dropped."""
@@ -60,11 +70,17 @@ class LocalConnection:
 
     def _read(self) -> None:
         unread, self._unread = self._unread, []
+        self._take(unread)
+        if len(unread) >= _MAX_UNREAD and self._peer.is_writable:
+            self._loop.call_soon(self._peer._resume, context=self._peer._context)
+
+    def _take(self, messages: list[Message]) -> None:
         if not self.is_open:
             return
+        self._is_busy = True
         try:
             try:
-                for message in unread:
+                for message in messages:
                     self.handler.take(message)
                     if not self.is_open:
                         break
@@ -72,12 +88,16 @@ class LocalConnection:
                 self.on_read()
         except Exception as error:  # noqa: BLE001 (told to the handler)
             self.fail(error)
-        if len(unread) >= _MAX_UNREAD and self._peer.is_writable:
-            self._loop.call_soon(self._peer._resume, context=self._peer._context)
+        finally:
+            self._is_busy = False
 
     def _resume(self) -> None:
         if self.is_open:
-            self.handler.resume()
+            self._is_busy = True
+            try:
+                self.handler.resume()
+            finally:
+                self._is_busy = False
 
     def _end(self, error: Exception | None) -> None:
         self.is_open = False

@@ -113,29 +113,47 @@ async def test_a_token_is_valid_for_one_connection() -> None:
         assert len(server.connections) == 1
 
 
-async def test_messages_are_passed_as_they_are_in_a_later_iteration_and_in_the_part_of_their_reader() -> None:
+async def test_messages_are_passed_as_they_are_in_the_part_of_their_reader() -> None:
     async with connected() as (out, here, back, there):
         sent = [batch(1), batch(2)]
-        for message in sent:
-            out.send(message)
+        out.send(sent[0])
+        assert there.seen == sent[:1]
+        out.post(sent[1])
         back.post(batch(3))
-        assert not there.seen
+        assert (there.seen, here.seen) == (sent[:1], [])
         await turns()
         assert [one is other for one, other in zip(there.seen, sent, strict=True)] == [True, True]
         assert numbers(here.seen) == [3]
         assert (here.parts, there.parts) == ({"client"}, {"server"})
 
 
-async def test_messages_that_were_sent_together_are_read_together() -> None:
+async def test_messages_that_were_posted_together_are_read_together_and_none_overtakes_another() -> None:
     async with connected() as (out, _, back, there):
         back.on_read = lambda: there.seen.append("read")
-        out.send(batch(1))
+        out.post(batch(1))
         out.send(batch(2))
+        assert not there.seen
         await turns()
         out.send(batch(3))
-        await turns()
-        assert [item for item in there.seen if item == "read"] == ["read", "read"]
-        assert there.seen[2] == "read"
+        assert numbers(there.seen) == [1, 2, 3]
+        assert (there.seen[2], there.seen[4:]) == ("read", ["read"])
+
+
+async def test_an_answer_that_is_sent_to_a_caller_is_handled_after_its_call() -> None:
+    async with connected() as (out, here, back, there):
+        there.on_take = back.send
+
+        def take(message: pb.StreamBatch) -> None:
+            here.seen.append("begin")
+            if message.chunks[0].stream < 3:
+                out.send(batch(message.chunks[0].stream + 1))
+            here.seen.append("end")
+
+        here.on_take = take
+        out.send(batch(1))
+        await turns(6)
+        assert numbers(here.seen) == numbers(there.seen) == [1, 2, 3]
+        assert [item for item in here.seen if isinstance(item, str)] == ["begin", "end"] * 3
 
 
 async def test_a_writer_waits_until_its_peer_has_read() -> None:
@@ -143,20 +161,21 @@ async def test_a_writer_waits_until_its_peer_has_read() -> None:
         left = iter(range(1, 101))
         pump = Pump(back, lambda: None if (number := next(left, None)) is None else batch(number))
         there.on_resume = pump.run
+        back.post(batch(0))  # it has not been read, so neither is what is sent after it
         pump.run()
         assert not back.is_writable
-        assert next(left) == 5  # four messages are unread
+        assert next(left) == 4  # four messages are unread
         assert not here.seen
         async with asyncio.timeout(WAIT_S):
-            while len(here.seen) < 99:  # noqa: ASYNC110 (they arrive in this process)
+            while len(here.seen) < 100:  # noqa: ASYNC110 (they arrive in this process)
                 await asyncio.sleep(0)
-        assert numbers(here.seen) == [*range(1, 5), *range(6, 101)]
+        assert numbers(here.seen) == [*range(4), *range(5, 101)]
         assert back.is_writable
 
 
 async def test_a_connection_that_is_closed_delivers_what_was_sent_before() -> None:
     async with connected() as (out, here, back, there):
-        out.send(batch(1))
+        out.post(batch(1))
         out.close()
         back.send(batch(2))  # the other end does not know yet
         out.send(batch(3))
@@ -172,8 +191,8 @@ async def test_a_connection_that_is_closed_delivers_what_was_sent_before() -> No
 
 async def test_a_failure_is_told_to_the_end_that_failed_and_drops_what_is_unread() -> None:
     async with connected() as (out, here, back, there):
-        out.send(batch(1))
-        back.send(batch(2))
+        out.post(batch(1))
+        back.post(batch(2))
         out.fail(RuntimeError("broken"))
         await turns()
         assert (here.seen, there.seen) == (["broken"], [None])
@@ -196,7 +215,7 @@ async def test_an_error_of_a_handler_ends_only_its_own_connection() -> None:
 async def test_a_server_that_closes_has_sent_everything_and_accepts_no_more() -> None:
     async with connected() as (_, here, back, _there):
         for number in range(1, 4):
-            back.send(batch(number))
+            back.post(batch(number))
         server = (local_servers.get() or [])[0]
         offer = server.offer(lambda _: Peer())
         await server.close()
