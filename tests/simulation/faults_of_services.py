@@ -194,6 +194,10 @@ async def _damage(simulation: RunningSimulation, kind: str) -> None:
     disk = simulation.cluster.disk
     if not await simulation.at(simulation.messages(25, 110), lambda: simulation.kill("scheduler")):
         return
+    if kind == "corrupt request" and simulation.cluster.shape.is_shared:
+        # The only other copy of a request was in its router, which died with the scheduler.
+        for job in simulation.jobs:
+            job.must_complete = False
     if disk.damage(kind, simulation.dice):
         simulation.happened[f"20 {kind}"] += 1
     await simulation.restart("scheduler")
