@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 
 from midstream.client import AsyncClient, SamplingParams
 from tests.integration.parts import Parts, running
+from tests.integration.service import Service
 
 WAIT_S = 240
+SHARING = ("scheduler-0", "detokenizer-0", "router-0")
 NUM_TOKENS = 150
 # Characters of several bytes, parts of which are tokens of their own, are among the text of these tokens.
 FIRSTS = (300, 1000, 9000, 30_000)
@@ -126,6 +129,37 @@ async def test_a_second_signal_ends_streams_which_continue_at_the_next_start(par
         parts.hold.unlink()
         parts.start("services")
         assert {len(token_ids) for token_ids, _ in await streams.results()} == {NUM_TOKENS}
+
+
+async def test_the_supervisor_shows_each_part_of_a_shared_process_and_restarts_all_of_them(tmp_path: Path) -> None:
+    service = Service.start(tmp_path, "--shared-process", "on")
+    try:
+        before = {process["name"]: process for process in service.status_once_serving()["processes"]}
+        assert list(before) == ["scheduler-0", "worker-0", "detokenizer-0", "router-0"]
+        shared = {before[name]["pid"] for name in SHARING}
+        assert len(shared) == 1
+        assert before["worker-0"]["pid"] not in shared
+        async with AsyncClient(service.routers(), unavailable_timeout_s=WAIT_S) as client:
+            sampling = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+            expected = await client.generate("Once upon a time", sampling=sampling).result()
+            text, was_killed = "", False
+            async for chunk in client.generate("Once upon a time", sampling=sampling):
+                text += chunk.text
+                if not was_killed:
+                    was_killed = True
+                    os.kill(*shared, signal.SIGKILL)
+            assert text == expected.text
+        after = {process["name"]: process for process in service.status_once_serving()["processes"]}
+        assert {name: process["num_restarts"] for name, process in after.items()} == dict.fromkeys(SHARING, 1) | {
+            "worker-0": 0
+        }
+        assert len({after[name]["pid"] for name in SHARING} | shared) == 2
+        assert {after[name]["health"] for name in after} == {"serving"}
+    finally:
+        service.stop()
+    lines = (tmp_path / "logs" / "services-0.log").read_text(encoding="utf-8").splitlines()
+    drained = [json.loads(line)["service"] for line in lines if '"draining"' in line]
+    assert drained == ["router-0", "detokenizer-0", "scheduler-0"]
 
 
 @pytest.mark.parametrize(
