@@ -53,7 +53,7 @@ part_signals: ContextVar[Signals | None] = ContextVar("part_signals", default=No
 
 MAX_METADATA_BYTES = 16 << 10
 
-_EVENT_LOOP_BEAT_S = 0.5
+_EVENT_LOOP_BEAT_S = 1.0
 
 
 class Server:

@@ -203,7 +203,7 @@ def test_the_routers_log_has_a_line_for_each_request(served: Service) -> None:
 
 def requests_with(served: Service, num_output_tokens: int) -> list[dict[str, Any]]:
     """Return the log lines of requests with this number of output tokens, without one that is being written."""
-    log = (served.run_dir / "logs" / "router-0.log").read_text()
+    log = Path(served.processes("router")[0]["log"]).read_text()
     lines = [json.loads(line) for line in log.splitlines(keepends=True) if line.endswith("\n")]
     ended = [line for line in lines if line["message"].startswith("a request ended")]
     return [line for line in ended if line["num_output_tokens"] == num_output_tokens]
