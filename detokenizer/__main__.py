@@ -13,7 +13,7 @@ from detokenizer.servicer import DetokenizerServicer
 from detokenizer.streams import record_stream
 from midstream.config import DetokenizerConfig
 from midstream.model.folder import open_model_folder
-from midstream.model.tokenizer import Tokenizer
+from midstream.model.tokenizer import open_tokenizer
 from midstream.rpc.frame_link import LinkSettings
 from midstream.rpc.frames import FrameServer
 from midstream.rpc.health import Progress
@@ -34,7 +34,7 @@ async def serve(config: DetokenizerConfig) -> None:
     in use.
     """
     folder = open_model_folder(config.model)
-    decoders = decoder_factory(Tokenizer(folder.path))
+    decoders = decoder_factory(open_tokenizer(folder.path, folder.tokenizer_fingerprint))
     progress, metrics = Progress(), Metrics()
     num_tokens = metrics.counter("detokenized_tokens", "Tokens received over the feeds.")
     detokenizer_id = config.name or f"{socket.gethostname()}-{os.getpid()}"

@@ -189,7 +189,7 @@ def simulated(
         mock.patch.multiple(
             detokenizer.__main__,
             open_model_folder=lambda _: folder(network.tokenizers.get(running().name, "")),
-            Tokenizer=lambda _: None,
+            open_tokenizer=lambda *_: None,
             decoder_factory=lambda _: decoders(network.tokenizers.get(running().name, "")),
             HttpServer=_NoServer,
         ),
