@@ -34,7 +34,11 @@ def run(folder: Path, name: str, seed: int) -> tuple[float, list[float], Times]:
     """Return tokens per second, the gaps between the tokens of a stream, and CPU time per token, in ms."""
     state = RunDir(folder).read_state()
     assert state is not None
-    processes = {process.name: process.pid for process in state.processes if process.pid}
+    names: dict[int, list[str]] = {}
+    for process in state.processes:
+        if process.pid:
+            names.setdefault(process.pid, []).append(process.name)
+    processes = {" + ".join(sharing): pid for pid, sharing in names.items()}
     workload = workloads.WORKLOADS[name](random.Random(seed))
     before = thread_seconds(processes)
     result = asyncio.run(measure.run_workload([state.of_kind("router")[0].addresses["grpc"]], workload))

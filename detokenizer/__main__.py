@@ -13,20 +13,20 @@ from detokenizer.servicer import DetokenizerServicer
 from detokenizer.streams import record_stream
 from midstream.config import DetokenizerConfig
 from midstream.model.folder import open_model_folder
-from midstream.model.tokenizer import Tokenizer
+from midstream.model.tokenizer import open_tokenizer
 from midstream.rpc.frame_link import LinkSettings
 from midstream.rpc.frames import FrameServer
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
 from midstream.security.peer_names import PeerNames, admit_peers
 from midstream.security.tls import Tls
-from midstream.service import run_service
+from midstream.service import Service, run_service
 from midstream.telemetry import HttpServer, Metrics
 from midstream.telemetry.tracing import Tracer
 from midstream.text.incremental import decoder_factory
 from protos import detokenizer_pb2_grpc, frames_pb2_grpc
 
-SERVICE = "midstream.v1.Detokenizer"
+GRPC_SERVICE = "midstream.v1.Detokenizer"
 
 
 async def serve(config: DetokenizerConfig) -> None:
@@ -34,7 +34,7 @@ async def serve(config: DetokenizerConfig) -> None:
     in use.
     """
     folder = open_model_folder(config.model)
-    decoders = decoder_factory(Tokenizer(folder.path))
+    decoders = decoder_factory(open_tokenizer(folder.path, folder.tokenizer_fingerprint))
     progress, metrics = Progress(), Metrics()
     num_tokens = metrics.counter("detokenized_tokens", "Tokens received over the feeds.")
     detokenizer_id = config.name or f"{socket.gethostname()}-{os.getpid()}"
@@ -59,7 +59,7 @@ async def serve(config: DetokenizerConfig) -> None:
     )
     routers = PeerNames(config.router_names, "router_names")
     server = Server(
-        SERVICE,
+        GRPC_SERVICE,
         config.host,
         config.port,
         progress,
@@ -91,5 +91,7 @@ async def serve(config: DetokenizerConfig) -> None:
             tracer.close()
 
 
+SERVICE = Service("detokenizer", DetokenizerConfig, serve)
+
 if __name__ == "__main__":
-    sys.exit(run_service(DetokenizerConfig, "detokenizer", serve))
+    sys.exit(run_service(SERVICE))

@@ -43,7 +43,7 @@ _PartT = TypeVar("_PartT", pb.FeedOpened, pb.FeedKindChange, pb.FeedOutputs, pb.
 class SchedulerFeed(FrameLink[pb.FeedCommand, pb.FeedBatch]):
     """The feed of one scheduler."""
 
-    batch_class = pb.FeedBatch
+    message_class = pb.FeedBatch
 
     def __init__(
         self,
@@ -116,11 +116,11 @@ class SchedulerFeed(FrameLink[pb.FeedCommand, pb.FeedBatch]):
             if stream is not None:
                 stream.fail(UnavailableError(f"the scheduler at {self.target} cannot be reached"))
 
-    def take(self, body: bytes) -> None:
+    def take(self, batch: pb.FeedBatch) -> None:
         """Handle a batch received over frames; `_finish_read` follows."""
         if self._connection is not None:
             self._pool.hold_routers()
-        super().take(body)
+        super().take(batch)
 
     def _finish_read(self) -> None:
         self._pool.release_routers()

@@ -9,7 +9,8 @@ import logging
 from detokenizer.feed import FeedPool
 from detokenizer.streams import OutputStream, RouterConnection
 from midstream.errors import UnavailableError
-from midstream.rpc.frames import FrameConnection, FrameServer, Pump
+from midstream.rpc.connection import Connection
+from midstream.rpc.frames import FrameServer, Pump
 from midstream.text.incremental import DecoderFactory
 from protos import detokenizer_pb2 as pb
 from protos import detokenizer_pb2_grpc
@@ -21,7 +22,9 @@ logger = logging.getLogger(__name__)
 class _FramesHandler:
     """A router's connection."""
 
-    def __init__(self, servicer: DetokenizerServicer, connection: FrameConnection) -> None:
+    message_class = pb.StreamCommand
+
+    def __init__(self, servicer: DetokenizerServicer, connection: Connection) -> None:
         self._servicer = servicer
         self._pump = Pump(connection, self._collect, servicer.check_drained)
         self._router = servicer.connect(self._pump)
@@ -31,8 +34,8 @@ class _FramesHandler:
     def _collect(self) -> pb.StreamBatch | None:
         return self._router.collect()
 
-    def take(self, body: bytes) -> None:
-        self._servicer.obey(pb.StreamCommand.FromString(body), self._router)
+    def take(self, command: pb.StreamCommand) -> None:
+        self._servicer.obey(command, self._router)
 
     def lose(self, error: Exception | None) -> None:
         """Handle the end of the router's connection."""

@@ -22,10 +22,14 @@ PARTS = frozenset({"detokenizer", "gpu_worker", "kernels", "protos", "router", "
 
 def python_command(module: str, *arguments: str) -> list[str]:
     """Return the command line that runs `module`, named as in a checkout; start it with `python_environment`."""
+    return [sys.executable, "-P", "-m", installed_module(module), *arguments]
+
+
+def installed_module(module: str) -> str:
+    """Return the name with which to import `module`, which is named as in a checkout."""
     part = module.partition(".")[0]
-    if part in PARTS and (Path(midstream.__file__).parent / part).is_dir():
-        module = f"midstream.{module}"
-    return [sys.executable, "-P", "-m", module, *arguments]
+    is_inside = part in PARTS and (Path(midstream.__file__).parent / part).is_dir()
+    return f"midstream.{module}" if is_inside else module
 
 
 def bare_environment(**variables: str) -> dict[str, str]:

@@ -6,7 +6,8 @@ import asyncio
 import gc
 import sys
 from collections.abc import Callable, Coroutine
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig, load_config
 from midstream.errors import ExecutionError, MidstreamError
@@ -23,26 +24,48 @@ _NEVER = 1_000_000_000
 ConfigT = TypeVar("ConfigT", RouterConfig, SchedulerConfig, DetokenizerConfig)
 
 
-def run_service(
-    config_class: type[ConfigT], name: str, serve: Callable[[ConfigT], Coroutine[object, object, None]]
-) -> int:
-    """Run `serve` with this process's configuration, and return the process's exit status.
+@dataclass(frozen=True, slots=True)
+class Service(Generic[ConfigT]):
+    """A service that a process can host, alone or with others.
+
+    Attributes:
+        name: Name of its package.
+        serve: Runs it until SIGTERM.
+        prepare: Sets up the process before it is served.
+    """
+
+    name: str
+    config_class: type[ConfigT]
+    serve: Callable[[ConfigT], Coroutine[object, object, None]]
+    prepare: Callable[[], None] = lambda: None
+
+
+def run_service(service: Service[ConfigT]) -> int:
+    """Serve with this process's configuration, and return the process's exit status.
 
     Returns:
         0 after SIGTERM; 1 if the service failed while it ran; 2 if a setting is invalid or a port is in use.
     """
     try:
-        config = load_config(config_class, name)
-        configure_logging(config.name or f"{name}:{config.port}", level=config.log_level, style=config.log_format)
+        config = load_config(service.config_class, service.name)
+        configure_logging(name_of(config, service), level=config.log_level, style=config.log_format)
+        service.prepare()
         tune_collector()
-        asyncio.run(serve(config))
-    except ExecutionError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 1
+        asyncio.run(service.serve(config))
     except (MidstreamError, OSError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 2
+        return report(service.name, error)
     return 0
+
+
+def name_of(config: ConfigT, service: Service[ConfigT]) -> str:
+    """Return the name of a service in the log."""
+    return config.name or f"{service.name}:{config.port}"
+
+
+def report(name: str, error: MidstreamError | OSError) -> int:
+    """Print why a service has ended, and return the exit status of its process."""
+    print(f"{name}: {error}", file=sys.stderr)
+    return 1 if isinstance(error, ExecutionError) else 2
 
 
 def tune_collector(min_growth: int = _MIN_GROWTH) -> None:

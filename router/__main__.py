@@ -17,7 +17,7 @@ from midstream.rpc.open_files import raise_open_files_limit
 from midstream.rpc.serving import Server
 from midstream.security.host_header import AllowedHosts
 from midstream.security.tls import Tls
-from midstream.service import run_service
+from midstream.service import Service, run_service
 from midstream.telemetry import Metrics
 from midstream.telemetry.tracing import Tracer
 from protos import status_pb2
@@ -41,7 +41,8 @@ from router.pipeline.quotas import Quotas
 from router.pipeline.reach import watch_reach
 from router.pipeline.request_traces import RequestTraces, TracedApp, remember_client
 from router.pipeline.stream_limits import CallLimits, StreamLimits, admit_within, watcher_limits
-from router.protocols import ADAPTED_SERVICES, SERVICE, add_servicers
+from router.protocols import ADAPTED_SERVICES, add_servicers
+from router.protocols import SERVICE as GRPC_SERVICE
 from router.protocols.anthropic.app import MessagesApi, refuse
 from router.protocols.batches.service import batch_service
 from router.protocols.body_budget import BodyBudget, max_body_bytes, max_request_bytes
@@ -108,7 +109,7 @@ async def serve(config: RouterConfig) -> None:
     calls = CallLimits(watchers, config.max_concurrent_streams, config.max_streams_per_client)
     admit, turns = admit_within(calls, authenticator), CallTurns()
     server = Server(
-        SERVICE,
+        GRPC_SERVICE,
         config.host,
         config.port,
         progress,
@@ -225,9 +226,15 @@ async def leave(leaving: asyncio.Event, http: HttpPort) -> None:
     await asyncio.Event().wait()  # the loops of a router do not end
 
 
-if __name__ == "__main__":
+def prepare() -> None:
+    """Set up the process for a router's threads."""
     # Otherwise the tokenizer library would use its own threads, which clients would not share fairly.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # Threads that parse and check requests hold the GIL; the event loop waits up to this long to get it back.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    sys.exit(run_service(RouterConfig, "router", serve))
+
+
+SERVICE = Service("router", RouterConfig, serve, prepare)
+
+if __name__ == "__main__":
+    sys.exit(run_service(SERVICE))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from midstream.config import SchedulerConfig
-from midstream.service import run_service
+from midstream.service import Service, run_service
 from scheduler.service import SchedulerService
 
 
@@ -14,5 +14,7 @@ async def serve(config: SchedulerConfig) -> None:
     await SchedulerService(config).run()
 
 
+SERVICE = Service("scheduler", SchedulerConfig, serve)
+
 if __name__ == "__main__":
-    sys.exit(run_service(SchedulerConfig, "scheduler", serve))
+    sys.exit(run_service(SERVICE))

@@ -66,7 +66,8 @@ def running_service(
     folder: Path | None = None,
     **environment: str,
 ) -> Iterator[KilledService]:
-    """Start a service with additional flags and environment variables; stop it at the end.
+    """Start a service, with a process for each part, and with additional flags and environment variables; stop it at
+    the end.
 
     Raises:
         RuntimeError: The service did not start.
@@ -79,6 +80,8 @@ def running_service(
             "0",
             "--http-port",
             "0",
+            "--shared-process",
+            "off",
             "--routers",
             str(routers),
             "--detokenizers",

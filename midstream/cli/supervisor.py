@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from midstream.cli import health
 from midstream.cli.logs import last_lines, last_message
 from midstream.cli.run_dir import ProcessPhase, ProcessState, RunDir, RunState, is_alive, orphans, started_ticks
-from midstream.cli.topology import ProcessSpec
+from midstream.cli.topology import ProcessSpec, command_of
 from midstream.config import API_KEY_VARIABLE
 from midstream.errors import ExecutionError
 from midstream.python_process import python_environment
@@ -67,7 +68,13 @@ class Supervisor:
         run_dir.acquire()
         self._run_dir = run_dir
         self._observer = observer
-        self._processes = [_Process(spec, run_dir.logs / f"{spec.name}.log", self._changed) for spec in specs]
+        by_process: dict[str, list[ProcessSpec]] = {}
+        for spec in specs:
+            by_process.setdefault(spec.process, []).append(spec)
+        self._names = [spec.name for spec in specs]
+        self._processes = [
+            _Process(name, sharing, run_dir.logs / f"{name}.log", self._changed) for name, sharing in by_process.items()
+        ]
         self._was_ready = False
         self._max_stop_s = _STOP_TIMEOUT_S
         self._rewrite: asyncio.TimerHandle | None = None
@@ -118,12 +125,12 @@ class Supervisor:
 
     async def _wait_until_ready(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
-            if all(process.state.phase is ProcessPhase.READY for process in self._processes):
+            if all(process.is_in(ProcessPhase.READY) for process in self._processes):
                 return
             for process in self._processes:
-                if process.state.num_restarts:
+                if process.num_restarts:
                     lines = last_lines(process.log, 12)
-                    reason = last_lines(process.log, 1).strip() or process.state.detail
+                    reason = last_lines(process.log, 1).strip() or process.states[0].detail
                     raise ExecutionError(
                         f"{process.name} stopped while it was starting: {reason}\n"
                         f"Its log, {process.log}, ends with\n{lines}"
@@ -141,21 +148,20 @@ class Supervisor:
         if not self._was_ready:
             await asyncio.gather(*(process.stop(_QUICK_STOP_S) for process in self._processes))
             return
+        left = list(self._processes)
         for kinds, timeout_s in _STOP_ORDER:
-            await asyncio.gather(
-                *(
-                    process.stop(min(timeout_s, self._max_stop_s))
-                    for process in self._processes
-                    if process.spec.kind in kinds
-                )
-            )
+            # The parts of a shared process stop in this order, too, once it is told to stop.
+            mine = [process for process in left if any(spec.kind in kinds for spec in process.specs)]
+            left = [process for process in left if process not in mine]
+            await asyncio.gather(*(process.stop(min(timeout_s, self._max_stop_s)) for process in mine))
 
     def _set_phase(self, phase: ProcessPhase) -> None:
         self.state = replace(self.state, phase=phase)
         self._changed()
 
     def _changed(self) -> None:
-        self.state = replace(self.state, processes=tuple(process.state for process in self._processes))
+        states = {state.name: state for process in self._processes for state in process.states}
+        self.state = replace(self.state, processes=tuple(states[name] for name in self._names))
         self._write_state()
         with contextlib.suppress(OSError):  # the observer prints to a terminal or pipe that may be closed
             self._observer(self.state)
@@ -173,18 +179,31 @@ class Supervisor:
 
 
 class _Process:
-    """One process and its restarts."""
+    """One process and its restarts.
 
-    def __init__(self, spec: ProcessSpec, log: Path, changed: Callable[[], None]) -> None:
-        self.spec = spec
-        self.name = spec.name
+    Attributes:
+        specs: The components that it runs; several share it.
+        states: The state of each of them. They differ in their names, addresses and health.
+    """
+
+    def __init__(self, name: str, specs: Sequence[ProcessSpec], log: Path, changed: Callable[[], None]) -> None:
+        self.name = name
+        self.specs = specs
         self.log = log
         self.stopping = asyncio.Event()
-        self.state = ProcessState(spec.name, spec.kind, spec.addresses, str(log))
+        self.states = [ProcessState(spec.name, spec.kind, spec.addresses, str(log)) for spec in specs]
         self._changed = changed
         self._exited = asyncio.Event()
         self._backoff_s = _FIRST_BACKOFF_S
         self.log.write_bytes(b"")
+
+    @property
+    def num_restarts(self) -> int:
+        return self.states[0].num_restarts
+
+    def is_in(self, *phases: ProcessPhase) -> bool:
+        """Return whether all components are in one of the phases."""
+        return all(state.phase in phases for state in self.states)
 
     async def live(self) -> None:
         """Start the process and restart it whenever it exits, until `stopping` is set."""
@@ -193,24 +212,22 @@ class _Process:
             if self.stopping.is_set():
                 break
             reason = f"ended by signal {-code}" if code < 0 else f"exit status {code}"
-            restarts = self.state.num_restarts + 1
-            self._update(
-                replace(self.state, phase=ProcessPhase.RESTARTING, pid=0, num_restarts=restarts, detail=reason)
-            )
+            self._update(phase=ProcessPhase.RESTARTING, pid=0, num_restarts=self.num_restarts + 1, detail=reason)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.stopping.wait(), self._backoff_s)
             self._backoff_s = min(2 * self._backoff_s, _MAX_BACKOFF_S)
-        self._update(replace(self.state, phase=ProcessPhase.STOPPED, pid=0, detail=""))
+        self._update(phase=ProcessPhase.STOPPED, pid=0, detail="")
 
     async def stop(self, timeout_s: float) -> None:
         """Terminate the process; after `timeout_s`, end its open streams, and kill it if it is still running."""
-        if not self.state.pid:
+        if not self.states[0].pid:
             return
         # After SIGTERM, a router would first wait until proxies send its calls to others, but all routers stop now. A
         # process that is starting may ignore SIGINT, as background processes of a shell do.
-        is_serving = self.state.phase in (ProcessPhase.READY, ProcessPhase.UNHEALTHY)
-        first = signal.SIGINT if self.spec.kind == "router" and is_serving else signal.SIGTERM
-        self._update(replace(self.state, phase=ProcessPhase.STOPPING, detail="finishing its streams"))
+        has_router = any(spec.kind == "router" for spec in self.specs)
+        is_serving = self.is_in(ProcessPhase.READY, ProcessPhase.UNHEALTHY)
+        first = signal.SIGINT if has_router and is_serving else signal.SIGTERM
+        self._update(phase=ProcessPhase.STOPPING, detail="finishing its streams")
         for number, limit_s in ((first, timeout_s), (signal.SIGTERM, _QUICK_STOP_S), (signal.SIGKILL, None)):
             self.send(number)
             with contextlib.suppress(TimeoutError):
@@ -219,69 +236,77 @@ class _Process:
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal if the process is still running."""
-        if is_alive(self.state):
-            os.kill(self.state.pid, number)
+        if is_alive(self.states[0]):
+            os.kill(self.states[0].pid, number)
 
     async def _run_once(self) -> int:
         self._exited.clear()
+        environment = _environment()
+        for spec in self.specs:
+            environment |= spec.environment
         with self.log.open("ab") as log:
             # The process gets its own session, so that Ctrl-C in the terminal reaches only the supervisor, which stops
             # the processes in order.
             process = await asyncio.create_subprocess_exec(
-                *self.spec.command,
+                *command_of(self.specs),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=python_environment(_environment() | self.spec.environment),
+                env=python_environment(environment),
             )
         self._update(
-            replace(
-                self.state,
-                phase=ProcessPhase.STARTING,
-                pid=process.pid,
-                started_ticks=started_ticks(process.pid),
-                started_unix_s=time.time(),
-                detail="",
-            )
+            phase=ProcessPhase.STARTING,
+            pid=process.pid,
+            started_ticks=started_ticks(process.pid),
+            started_unix_s=time.time(),
+            detail="",
         )
         if self.stopping.is_set():  # set before there was a pid, so `stop` may have had no effect
             self.send(signal.SIGKILL)
-        watch = asyncio.create_task(self._watch_health())
+        watches = [asyncio.create_task(self._watch_health(index)) for index in range(len(self.specs))]
         code = await process.wait()
-        watch.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watch
+        for watch in watches:
+            watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
         self._exited.set()
         return code
 
-    async def _watch_health(self) -> None:
-        address, hangs_since = self.spec.addresses["http"], None
+    async def _watch_health(self, index: int) -> None:
+        address, hangs_since = self.specs[index].addresses["http"], None
         while True:
             problem = await health.probe_health(address)
-            if self.state.phase is not ProcessPhase.UNHEALTHY or await health.is_alive(address):
+            phase = self.states[index].phase
+            if phase is not ProcessPhase.UNHEALTHY or await health.is_alive(address):
                 hangs_since = None
             elif time.monotonic() - (hangs_since := hangs_since or time.monotonic()) > _MAX_HANG_S:
                 self.send(signal.SIGKILL)
             # The process has been ready for a second, so a later exit is not a failure to start.
-            if problem is None and self.state.phase is ProcessPhase.READY:
+            if problem is None and self.is_in(ProcessPhase.READY):
                 self._backoff_s = _FIRST_BACKOFF_S
-            if self.state.phase is not ProcessPhase.STOPPING:
-                self._note_health(problem)
-            settled = self.state.phase is ProcessPhase.READY
+            if self.states[index].phase is not ProcessPhase.STOPPING:
+                self._note_health(index, problem)
+            settled = self.states[index].phase is ProcessPhase.READY
             await asyncio.sleep(1.0 if settled else _PROBE_INTERVAL_S)
 
-    def _note_health(self, problem: str | None) -> None:
+    def _note_health(self, index: int, problem: str | None) -> None:
+        state = self.states[index]
         if problem is None:
-            self._update(replace(self.state, phase=ProcessPhase.READY, detail=""))
-        elif self.state.phase is ProcessPhase.STARTING:
-            self._update(replace(self.state, detail=last_message(self.log) or "starting Python"))
+            self._set(index, replace(state, phase=ProcessPhase.READY, detail=""))
+        elif state.phase is ProcessPhase.STARTING:
+            self._set(index, replace(state, detail=last_message(self.log) or "starting Python"))
         else:
-            self._update(replace(self.state, phase=ProcessPhase.UNHEALTHY, detail=problem))
+            self._set(index, replace(state, phase=ProcessPhase.UNHEALTHY, detail=problem))
 
-    def _update(self, state: ProcessState) -> None:
-        if state != self.state:
-            self.state = state
+    def _update(self, **changes: Any) -> None:
+        """Change the state of all components."""
+        self.states = [replace(state, **changes) for state in self.states]
+        self._changed()
+
+    def _set(self, index: int, state: ProcessState) -> None:
+        if state != self.states[index]:
+            self.states[index] = state
             self._changed()
 
 

@@ -7,14 +7,15 @@ import errno
 import os
 import random
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig
 from midstream.config.service import MAX_PORT
 from midstream.errors import ConfigError
 from midstream.model.folder import EMBEDDED_MODEL
+from midstream.parts import SEPARATOR
 from midstream.processors import num_compute_threads
 from midstream.python_process import python_command
 from midstream.security.private_folder import is_private
@@ -24,23 +25,50 @@ HOST = "127.0.0.1"
 _SPARE_PORTS = range(20_000, 32_000)
 # Maximum number of processes of each kind that one machine can reasonably run.
 _MAX_REPLICAS = 64
+SHARED_PROCESS = ("auto", "on", "off")
+MAX_SHARING_CORES = 4
+_SHARING_KINDS = ("scheduler", "detokenizer", "router")
 # Only routers have ports for clients, regardless of MIDSTREAM_HOST.
 _INNER = ("--host", HOST)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """How to start one process: `python -m KIND FLAGS`, with additional environment variables."""
+    """How to start one component: `python -m KIND FLAGS`, with additional environment variables.
+
+    Attributes:
+        shared: Name of the process, if other components share it.
+    """
 
     name: str
     kind: str
     flags: tuple[str, ...]
     addresses: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    shared: str = ""
+
+    @property
+    def process(self) -> str:
+        """Name of the process."""
+        return self.shared or self.name
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The component's kind, name and flags."""
+        return (self.kind, "--name", self.name, *self.flags)
 
     @property
     def command(self) -> list[str]:
-        return python_command(self.kind, "--name", self.name, *self.flags)
+        """The command line of the component in a process of its own."""
+        return python_command(*self.words)
+
+
+def command_of(specs: Sequence[ProcessSpec]) -> list[str]:
+    """Return the command line of the process that runs these components."""
+    if len(specs) == 1:
+        return specs[0].command
+    words = [word for spec in specs for word in (SEPARATOR, *spec.words)]
+    return python_command("midstream.parts", *words[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +83,8 @@ class Topology:
         served_model_name: Name of the model in the API; empty means the model's own name.
         num_prefill_workers: Number of workers that prefill, while the others decode; 0 means that each does both.
         shares_ports: Whether all routers listen on `port` and `http_port`, in addition to their own ports.
+        shared_process: Whether the scheduler, the first detokenizer and the first router share a process; `auto`: if
+            there are no other routers and detokenizers, and at most MAX_SHARING_CORES cores.
     """
 
     model: str = EMBEDDED_MODEL
@@ -69,8 +99,13 @@ class Topology:
     served_model_name: str = ""
     num_prefill_workers: int = 0
     shares_ports: bool = False
+    shared_process: str = "off"
 
     def __post_init__(self) -> None:
+        if self.shared_process not in SHARED_PROCESS:
+            raise ConfigError(
+                f"{self.shared_process!r} is not one of {', '.join(SHARED_PROCESS)}", field="--shared-process"
+            )
         for flag, port in (("--port", self.port), ("--http-port", self.http_port)):
             if port is not None and not 0 <= port <= MAX_PORT:
                 raise ConfigError(f"{port} is not in 0..{MAX_PORT}", field=flag)
@@ -93,6 +128,12 @@ class Topology:
                 "decode; raise --workers",
                 field="--prefill-workers",
             )
+
+    def shares_process(self, num_cores: int) -> bool:
+        """Return whether components share a process on a machine with this number of cores."""
+        if self.shared_process != "auto":
+            return self.shared_process == "on"
+        return self.num_routers == self.num_detokenizers == 1 and num_cores <= MAX_SHARING_CORES
 
     def role(self, worker: int) -> str:
         """Return the role of a worker; empty means the role set in the environment."""
@@ -158,6 +199,9 @@ def plan_processes(
         if topology.shares_ports:
             router.taken |= {f"shared {name}": address for name, address in shared.taken.items()}
         specs.append(ProcessSpec(f"router-{index}", "router", (*links, *own), router.taken))
+    if topology.shares_process(cores):
+        sharing = {f"{kind}-0" for kind in _SHARING_KINDS}
+        specs = [replace(spec, shared="services-0") if spec.name in sharing else spec for spec in specs]
     return specs
 
 

@@ -20,7 +20,7 @@ from midstream.cli.api_keys import use_api_keys
 from midstream.cli.display import RunDisplay
 from midstream.cli.run_dir import ProcessPhase, RunDir, RunState, default_run_dir, run_dir_flag
 from midstream.cli.supervisor import HURRIED_STOP_S, Supervisor
-from midstream.cli.topology import Topology, check_ports, plan_processes
+from midstream.cli.topology import MAX_SHARING_CORES, SHARED_PROCESS, Topology, check_ports, plan_processes
 from midstream.config import API_KEY_VARIABLE, KNOWN_SETTINGS, RouterConfig, check_environment, parse_config
 from midstream.errors import ExecutionError
 from midstream.model.folder import EMBEDDED_MODEL, open_model_folder
@@ -42,6 +42,7 @@ _TOPOLOGY = {
     "pipeline_parallel": "pipeline_parallel",
     "served_model_name": "served_model_name",
     "share_ports": "shares_ports",
+    "shared_process": "shared_process",
 }
 MODEL_HELP = "Folder, .gguf file, or name on the Hugging Face Hub (ORG/NAME)."
 
@@ -86,6 +87,13 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
         "--share-ports",
         action="store_true",
         help="All routers listen on --port and --http-port, and each also on its own ports.",
+    )
+    parser.add_argument(
+        "--shared-process",
+        choices=SHARED_PROCESS,
+        default="auto",
+        help="Whether the scheduler, the first detokenizer and the first router share a process, which takes less "
+        f"processor time and memory; auto: with one of each and at most {MAX_SHARING_CORES} cores. [auto]",
     )
     parser.add_argument("--detokenizers", type=int, default=1, metavar="N", help="[1]")
     parser.add_argument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from midstream.config.detokenizer import DetokenizerConfig
@@ -46,9 +46,11 @@ def check_environment(environment: Mapping[str, str]) -> None:
         parse_config(config_class, (), environment, program="midstream", known=KNOWN_SETTINGS)
 
 
-def load_config(config_class: type[ServiceConfigT], program: str) -> ServiceConfigT:
-    """Return the configuration of this process, from its command line and environment. Raises ConfigError if a variable
-    is unknown, or a value cannot be parsed.
+def load_config(
+    config_class: type[ServiceConfigT], program: str, arguments: Sequence[str] | None = None
+) -> ServiceConfigT:
+    """Return the configuration of a service, from `arguments`, by default those of this process, and the environment.
+    Raises ConfigError if a variable is unknown, or a value cannot be parsed.
     """
     if os.environ.get(API_KEY_VARIABLE):  # ignored, it would leave routers open to everyone
         raise ConfigError(
@@ -56,4 +58,5 @@ def load_config(config_class: type[ServiceConfigT], program: str) -> ServiceConf
             "MIDSTREAM_AUTH_TOKENS=FILE, with lines of KEY CLIENT_ID",
             field=API_KEY_VARIABLE,
         )
-    return parse_config(config_class, sys.argv[1:], os.environ, program=program, known=KNOWN_SETTINGS)
+    words = sys.argv[1:] if arguments is None else arguments
+    return parse_config(config_class, words, os.environ, program=program, known=KNOWN_SETTINGS)

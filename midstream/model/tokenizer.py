@@ -20,6 +20,20 @@ logger = logging.getLogger(__name__)
 _MAX_IDS = 1 << 24
 
 
+@functools.lru_cache(maxsize=1)
+def open_tokenizer(path: Path, fingerprint: str) -> Tokenizer:
+    """Return the tokenizer of the model folder `path`; the parts of a process share it, as it takes a second to load.
+
+    Args:
+        path: The folder.
+        fingerprint: ModelFolder.tokenizer_fingerprint, which changes with the folder's contents.
+
+    Raises:
+        ConfigError: A file is missing or damaged.
+    """
+    return Tokenizer(path)
+
+
 class Tokenizer:
     """Encodes and decodes text. Thread-safe; encoding releases the GIL.
 

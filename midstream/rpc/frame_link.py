@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import ClassVar, Generic, Self, TypeVar, cast
+from typing import ClassVar, Generic, Self, TypeVar
 
 import grpc.aio
 from google.protobuf.message import Message
@@ -19,6 +19,7 @@ from google.protobuf.message import Message
 from midstream.config import DetokenizerConfig, RouterConfig
 from midstream.rpc import frames
 from midstream.rpc.channel import open_channel
+from midstream.rpc.connection import Connection
 from midstream.security.tls import Tls
 from protos import frames_pb2
 
@@ -63,7 +64,7 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
         is_open: Whether commands reach the service.
     """
 
-    batch_class: ClassVar[type[Message]]
+    message_class: ClassVar[type[Message]]
 
     def __init__(
         self, kind: str, target: str, settings: LinkSettings, server_name: str, silence_s: float = 0.0
@@ -82,7 +83,7 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
         self._settings = settings
         self._server_name = server_name
         self._silence_s = silence_s
-        self._connection: frames.FrameConnection | None = None
+        self._connection: Connection | None = None
         self._lost: asyncio.Future[Exception | None] | None = None
         self._num_failures = 0
         self._blocked_until = -math.inf
@@ -133,7 +134,7 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
                     raise asyncio.CancelledError
                 await asyncio.sleep(_RECONNECT_S)
 
-    async def _connect(self, channel: grpc.aio.Channel) -> frames.FrameConnection:
+    async def _connect(self, channel: grpc.aio.Channel) -> Connection:
         """Open a frame connection; while its port seems to be blocked, within a gRPC call."""
         offer, loop = await self._ask_for_frames(channel), asyncio.get_running_loop()
         limits: dict[str, float] = {"keepalive_s": _ASK_S, "timeout_s": self._silence_s} if self._silence_s else {}
@@ -161,7 +162,7 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
                 return connection
         return await frames.connect_within(channel, offer, self, max_message_bytes=max_message_bytes, **limits)
 
-    async def _run_frames(self, connection: frames.FrameConnection) -> None:
+    async def _run_frames(self, connection: Connection) -> None:
         assert self._lost is not None
         try:
             self._connection = connection
@@ -178,9 +179,9 @@ class FrameLink(ABC, Generic[CommandT, BatchT]):
             self._connection = None
             connection.fail(ConnectionAbortedError("the stream has ended"))
 
-    def take(self, body: bytes) -> None:
+    def take(self, batch: BatchT) -> None:
         """Handle a batch received over frames."""
-        self._take(cast("BatchT", self.batch_class.FromString(body)))
+        self._take(batch)
 
     def resume(self) -> None:
         """Do nothing: commands are few, so they are sent without waiting until the connection is writable."""

@@ -15,13 +15,16 @@ import secrets
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from contextvars import Context, ContextVar, copy_context
 from enum import IntEnum
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 import grpc.aio
 from google.protobuf.message import Message
 
 from midstream.config import DetokenizerConfig, SchedulerConfig
+from midstream.rpc.connection import Connection, FrameHandler
+from midstream.rpc.local_connection import LocalConnection, connect_ends
 from midstream.rpc.tunnel import TunnelTransport
 from midstream.security.tls import Tls
 from protos import frames_pb2 as pb
@@ -58,21 +61,8 @@ class FrameError(Exception):
     """A frame is invalid or unexpected."""
 
 
-class FrameHandler(Protocol):
-    """Callbacks of a connection."""
-
-    def take(self, body: bytes) -> None:
-        """Handle a message; an error closes the connection."""
-
-    def resume(self) -> None:
-        """Handle a connection that is writable again."""
-
-    def lose(self, error: Exception | None) -> None:
-        """Handle the end of the connection, whether it failed or was closed. It is called once."""
-
-
 class FrameConnection(asyncio.Protocol):
-    """One end of a connection.
+    """One end of a connection over a socket or within a call; see Connection.
 
     Attributes:
         is_open: Whether frames can be sent, from the welcome until the connection is closed.
@@ -253,7 +243,7 @@ class FrameConnection(asyncio.Protocol):
             else:
                 raise FrameError(f"unexpected frame kind {kind} before the connection is open")
         elif kind == Kind.MESSAGE:
-            self.handler.take(body)
+            self.handler.take(self.handler.message_class.FromString(body))
         elif kind == Kind.PING:
             self._write(Kind.PONG)
         elif kind != Kind.PONG:
@@ -281,7 +271,7 @@ class Pump:
 
     def __init__(
         self,
-        connection: FrameConnection,
+        connection: Connection,
         collect: Callable[[], Message | None],
         after: Callable[[], None] = lambda: None,
     ) -> None:
@@ -319,10 +309,12 @@ class Pump:
 class _Unknown:
     """Handles a connection that has not sent its hello yet."""
 
+    message_class = pb.FramesOffer
+
     def __init__(self, forget: Callable[[], object]) -> None:
         self._forget = forget
 
-    def take(self, body: bytes) -> None:
+    def take(self, message: Message) -> None:
         raise FrameError("message received before the hello")
 
     def resume(self) -> None:
@@ -332,7 +324,10 @@ class _Unknown:
         self._forget()
 
 
-Accept = Callable[[FrameConnection], FrameHandler]
+Accept = Callable[[Connection], FrameHandler]
+
+# The servers of this process, if it hosts several parts. Its other parts then connect to them without a socket.
+local_servers: ContextVar[list[FrameServer] | None] = ContextVar("local_servers", default=None)
 
 
 class FrameServer(frames_pb2_grpc.FramesServicer):
@@ -345,7 +340,7 @@ class FrameServer(frames_pb2_grpc.FramesServicer):
     def __init__(self, host: str, port: int, *, max_message_bytes: int, tls: Tls | None = None) -> None:
         """Create the listener; port 0 chooses a free one."""
         self.port = port
-        self.connections: dict[FrameConnection, None] = {}
+        self.connections: dict[Connection, None] = {}
         self._host = host
         self._max_message_bytes = max_message_bytes
         self._tls = tls
@@ -355,6 +350,7 @@ class FrameServer(frames_pb2_grpc.FramesServicer):
         self._servers: list[asyncio.Server] = []
         self._none_left: asyncio.Event | None = None
         self._is_closed = False
+        self._context: Context | None = None
 
     @classmethod
     def from_config(cls, config: SchedulerConfig | DetokenizerConfig, tls: Tls | None) -> Self:
@@ -363,6 +359,10 @@ class FrameServer(frames_pb2_grpc.FramesServicer):
     async def start(self) -> None:
         """Listen. Raises OSError if the port is in use."""
         loop = asyncio.get_running_loop()
+        self._context = copy_context()
+        local = local_servers.get()
+        if local is not None:
+            local.append(self)
         context = self._tls.http_context() if self._tls is not None else None
         limit_s = _HANDSHAKE_S if context is not None else None
         server = await loop.create_server(
@@ -439,8 +439,8 @@ class FrameServer(frames_pb2_grpc.FramesServicer):
             # The token stays valid, because the other side now connects over TCP.
             connection.fail(FrameError("the socket's peer is another user"))
             return
-        expires_at, accept = self._tokens.pop(token, (0.0, None))
-        if accept is None or expires_at <= asyncio.get_running_loop().time():
+        accept = self._take_token(token)
+        if accept is None:
             logger.warning("connection rejected: unknown token")
             connection.fail(FrameError("unknown token"))
             return
@@ -449,9 +449,27 @@ class FrameServer(frames_pb2_grpc.FramesServicer):
         self.connections[connection] = None
         connection.open(welcome=True)
 
-    def _forget(self, connection: FrameConnection) -> None:
+    def _take_token(self, token: bytes) -> Accept | None:
+        expires_at, accept = self._tokens.pop(token, (0.0, None))
+        return accept if expires_at > asyncio.get_running_loop().time() else None
+
+    def connect_locally(self, token: bytes, handler: FrameHandler) -> LocalConnection | None:
+        """Open an offered connection from another part of this process; None if it was not offered by this server."""
+        accept = None if self._is_closed or self._context is None else self._take_token(token)
+        if accept is None or self._context is None:
+            return None
+        here, there = (
+            LocalConnection(handler, copy_context()),
+            LocalConnection(_Unknown(lambda: None), self._context.copy()),
+        )
+        there.handler = _Counted(self._context.copy().run(accept, there), lambda: self._forget(there))
+        self.connections[there] = None
+        connect_ends(here, there)
+        return here
+
+    def _forget(self, connection: Connection) -> None:
         self.connections.pop(connection, None)
-        self._unknown.pop(connection, None)
+        self._unknown.pop(connection, None)  # type: ignore[call-overload]
         if self._none_left is not None and not self.connections and not self._unknown:
             self._none_left.set()
 
@@ -460,6 +478,7 @@ class _Counted:
     """Handles an accepted connection."""
 
     def __init__(self, handler: FrameHandler, forget: Callable[[], object]) -> None:
+        self.message_class = handler.message_class
         self.take = handler.take
         self.resume = handler.resume
         self._handler = handler
@@ -485,8 +504,8 @@ async def connect(
     server_name: str = "",
     keepalive_s: float = KEEPALIVE_S,
     timeout_s: float = KEEPALIVE_TIMEOUT_S,
-) -> FrameConnection:
-    """Open an offered connection.
+) -> Connection:
+    """Open an offered connection; within a process that hosts both ends, without a socket.
 
     Args:
         offer: The offer that the other side sent over gRPC.
@@ -497,6 +516,10 @@ async def connect(
     Raises:
         OSError: The connection cannot be opened in time.
     """
+    for server in local_servers.get() or ():
+        local = server.connect_locally(offer.token, handler)
+        if local is not None:
+            return local
     loop = asyncio.get_running_loop()
 
     def make() -> FrameConnection:
@@ -568,12 +591,14 @@ async def _greet(connection: FrameConnection, offer: pb.FramesOffer, opening: Aw
 class _Waiting:
     """Handles a connection that has not been welcomed yet."""
 
+    message_class = pb.FramesOffer
+
     def __init__(self, welcomed: asyncio.Future[None]) -> None:
         self.welcomed = welcomed
         # Retrieve the exception, since a connection may be lost while no task waits for it.
         welcomed.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    def take(self, body: bytes) -> None:
+    def take(self, message: Message) -> None:
         raise FrameError("a message was received before the welcome")
 
     def resume(self) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
 
 from grpc_reflection.v1alpha import reflection
 
@@ -26,9 +27,33 @@ from midstream.security.tls import Tls
 
 logger = logging.getLogger(__name__)
 
+
+class Signals:
+    """The signals that tell a server to stop.
+
+    Attributes:
+        are_awaited: Set once the server has started and waits for them.
+    """
+
+    def __init__(self) -> None:
+        self.are_awaited = asyncio.Event()
+        self._sent: asyncio.Queue[signal.Signals] = asyncio.Queue()
+
+    def send(self, number: signal.Signals) -> None:
+        self._sent.put_nowait(number)
+
+    async def get(self) -> signal.Signals:
+        """Return the next signal, once it is sent."""
+        self.are_awaited.set()
+        return await self._sent.get()
+
+
+# The signals for the server of the current part, if the process hosts several parts; otherwise, those of the process.
+part_signals: ContextVar[Signals | None] = ContextVar("part_signals", default=None)
+
 MAX_METADATA_BYTES = 16 << 10
 
-_EVENT_LOOP_BEAT_S = 0.5
+_EVENT_LOOP_BEAT_S = 1.0
 
 
 class Server:
@@ -86,6 +111,7 @@ class Server:
         )
         self.leaving, self.draining = asyncio.Event(), asyncio.Event()
         self._failed = asyncio.Event()
+        self._is_hurried = asyncio.Event()
         self._failure: MidstreamError | None = None
         self._progress = progress
         self._event_loop = progress.loop("event loop")
@@ -131,10 +157,11 @@ class Server:
         Raises:
             MidstreamError: The error passed to `fail`.
         """
-        loop = asyncio.get_running_loop()
-        signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, signals.put_nowait, number)
+        signals = part_signals.get()
+        if signals is None:
+            signals = Signals()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, signals.send, number)
         signalled, failed = asyncio.create_task(signals.get()), asyncio.create_task(self._failed.wait())
         try:
             await asyncio.wait((signalled, failed), return_when=asyncio.FIRST_COMPLETED)
@@ -160,6 +187,7 @@ class Server:
         await asyncio.wait((stopping, impatient), return_when=asyncio.FIRST_COMPLETED)
         impatient.cancel()
         if not stopping.done():
+            self._is_hurried.set()
             await self.grpc.stop(0)
             if stop_other_port is not None:
                 await stop_other_port(0.0)
@@ -202,12 +230,23 @@ class Server:
         self.draining.set()
         stopping = asyncio.create_task(self.grpc.stop(drain_timeout_s))
         if drain is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(drain(), drain_timeout_s)
+            await self._drain(drain, drain_timeout_s)
             await self.grpc.stop(0)
         await stopping
         if self._beat is not None:
             self._beat.cancel()
+
+    async def _drain(self, drain: Callable[[], Awaitable[None]], timeout_s: float) -> None:
+        """Wait until `drain` has ended, but not beyond the timeout or a second signal."""
+        draining = asyncio.ensure_future(drain())
+        hurried = asyncio.create_task(self._is_hurried.wait())
+        try:
+            await asyncio.wait((draining, hurried), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            hurried.cancel()
+            draining.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await draining
 
     async def _keep_beating(self) -> None:
         while True:

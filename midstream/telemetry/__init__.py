@@ -56,6 +56,9 @@ current_request_id: ContextVar[str] = ContextVar("current_request_id", default="
 # The X-Request-Id that the client or a proxy gave the HTTP call; empty if there is none.
 current_outer_id: ContextVar[str] = ContextVar("current_outer_id", default="")
 
+# Name of the current part of a process that hosts several parts; empty if it hosts one.
+current_part: ContextVar[str] = ContextVar("current_part", default="")
+
 # The loggers that follow the configured level; `__main__` is the module that the process runs.
 _OWN_LOGGERS = ("__main__", "midstream", *PARTS)
 
@@ -75,7 +78,7 @@ class JsonFormatter(logging.Formatter):
         line: dict[str, object] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
-            "service": self._service,
+            "service": current_part.get() or self._service,
             "logger": record.name,
             "message": record.getMessage(),
         }
@@ -97,9 +100,11 @@ class TextFormatter(logging.Formatter):
     """
 
     def __init__(self, service: str) -> None:
-        super().__init__(f"%(asctime)s %(levelname)-7s {service} %(message)s%(request)s", "%H:%M:%S")
+        super().__init__("%(asctime)s %(levelname)-7s %(service)s %(message)s%(request)s", "%H:%M:%S")
+        self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
+        record.service = current_part.get() or self._service
         request_id = current_request_id.get()
         record.request = f" [{_escape(request_id)}]" if request_id else ""
         return super().format(record)
@@ -117,7 +122,7 @@ def configure_logging(service: str, *, level: str = "info", style: str = "json")
     """Send the log records of this process to standard error.
 
     Args:
-        service: Name of the process, which is in every line.
+        service: Name of the process, which is in every line; lines of a part that shares the process have its name.
         level: Minimum level of Midstream's own records. Other libraries' records are logged from WARNING on: at lower
             levels they contain what they process, such as all headers of a call with its credentials (hpack).
         style: `json` or `text`.

@@ -39,7 +39,7 @@ class DetokenizerLink(FrameLink[pb.StreamCommand, pb.StreamBatch]):
         refuses_until: Loop time until which this detokenizer is used only as a last resort.
     """
 
-    batch_class = pb.StreamBatch
+    message_class = pb.StreamBatch
 
     def __init__(self, target: str, settings: LinkSettings, server_name: str, on_live: asyncio.Event) -> None:
         super().__init__("detokenizer", target, settings, server_name, _SILENCE_S)

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from midstream.errors import ContextLengthError, InvalidArgumentError, UnsupportedError
 from midstream.model.folder import ModelFolder
-from midstream.model.tokenizer import Tokenizer
+from midstream.model.tokenizer import Tokenizer, open_tokenizer
 from midstream.processors import num_compute_threads
 from protos import generation_pb2 as pb
 from router.pipeline.chat_template import ChatTemplate
@@ -67,7 +67,7 @@ class PromptBuilder:
         Raises:
             ConfigError: One of them is invalid.
         """
-        self.tokenizer = Tokenizer(folder.path)
+        self.tokenizer = open_tokenizer(folder.path, folder.tokenizer_fingerprint)
         self._images = PromptImages(folder, self.tokenizer, encode_image)
         self._max_tokens = folder.max_sequence_length
         self._num_types, self._word_vocab_size = folder.num_token_types, folder.word_vocab_size

@@ -24,7 +24,7 @@ _MAX_REQUEST_BYTES = 1 << 20
 class SubmissionLink(FrameLink[pb.Submission, pb.SubmissionResult]):
     """The connection to one scheduler."""
 
-    batch_class = pb.SubmissionResult
+    message_class = pb.SubmissionResult
 
     def __init__(self, target: str, settings: LinkSettings, server_name: str) -> None:
         super().__init__("scheduler", target, settings, server_name, _SILENCE_S)

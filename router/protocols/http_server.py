@@ -53,10 +53,27 @@ SEND_BODY = "midstream.send_body"
 _ID_HEADERS = (b"x-request-id", b"request-id")
 # An id from outside: printable ASCII characters.
 _OUTER_ID = re.compile(rb"[!-~]{1,128}")
+_DATE_INTERVAL_S = 1.0
 _REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._exits = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        """Refresh the date header every second until `exit` is called; uvicorn would wake up ten times per second."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_DATE_INTERVAL_S):
+                    await self._exits.wait()
+
+    def exit(self) -> None:
+        """End `main_loop`."""
+        self.should_exit = True
+        self._exits.set()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signal handling to the gRPC server; both servers drain together."""
@@ -562,7 +579,7 @@ class HttpPort:
                 for request in tuple(self._server.server_state.tasks):
                     request.cancel()
         config.timeout_graceful_shutdown = seconds
-        self._server.should_exit = True
+        self._server.exit()
         for task in self._tasks[1:]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)  # the caller watches these tasks

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from midstream.errors import InvalidArgumentError, MidstreamError
-from midstream.rpc.frames import FrameConnection, Pump
+from midstream.rpc.connection import Connection
+from midstream.rpc.frames import Pump
 from protos import scheduler_pb2
 from scheduler.core.events import StopWordFound
 from scheduler.edge.engine import Engine
@@ -16,7 +17,9 @@ from scheduler.edge.kept_requests import KeptRequests
 class FeedSession:
     """A session of one detokenizer, from its hello to its disconnection."""
 
-    def __init__(self, engine: Engine, kept: KeptRequests, connection: FrameConnection) -> None:
+    message_class = scheduler_pb2.FeedCommand
+
+    def __init__(self, engine: Engine, kept: KeptRequests, connection: Connection) -> None:
         """Feed the requests of `engine` and `kept`."""
         self._pump = Pump(connection, self._collect)
         self.resume = self._pump.run
@@ -25,9 +28,8 @@ class FeedSession:
         self._engine = engine
         self._feed: DetokenizerFeed | None = None
 
-    def take(self, body: bytes) -> None:
+    def take(self, command: scheduler_pb2.FeedCommand) -> None:
         """Carry out a command. Raises InvalidArgumentError if it is out of order, or conflicts with an earlier one."""
-        command = scheduler_pb2.FeedCommand.FromString(body)
         kind, feed = command.WhichOneof("command"), self._feed
         if feed is None:
             if kind != "hello":

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Protocol
 
 from midstream.errors import ExecutionError, MidstreamError, OverloadedError
-from midstream.rpc.frames import FrameConnection
+from midstream.rpc.connection import Connection
 from protos import generation_pb2
 from protos import scheduler_pb2 as pb
 from scheduler.core.effects import Accepted
@@ -38,15 +38,16 @@ class Service(Protocol):
 class Submissions:
     """Submits the requests of one router, and answers each submission once it has been committed or rejected."""
 
-    def __init__(self, service: Service, connection: FrameConnection) -> None:
+    message_class = pb.Submission
+
+    def __init__(self, service: Service, connection: Connection) -> None:
         self._service = service
         self._connection = connection
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_lost = False
 
-    def take(self, body: bytes) -> None:
+    def take(self, submission: pb.Submission) -> None:
         """Submit a request; create a task only if the request has to wait for something."""
-        submission = pb.Submission.FromString(body)
         on_committed = partial(self._on_committed, submission.number)
         try:
             if self._service.submit_now(submission.request, on_committed):

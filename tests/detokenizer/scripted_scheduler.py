@@ -10,7 +10,8 @@ from typing import Any
 
 from midstream.clock import SteadyClock
 from midstream.errors import InvalidArgumentError, NotFoundError, UnavailableError
-from midstream.rpc.frames import FrameConnection, FrameServer, Pump
+from midstream.rpc.connection import Connection
+from midstream.rpc.frames import FrameServer, Pump
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
 from protos import (
@@ -52,7 +53,7 @@ def scripted_scheduler() -> ScriptedScheduler:
 class Feed:
     """The connection of one detokenizer: the attached requests, and the number of tokens sent for each of them."""
 
-    def __init__(self, scheduler: ScriptedScheduler, connection: FrameConnection) -> None:
+    def __init__(self, scheduler: ScriptedScheduler, connection: Connection) -> None:
         self.attached: dict[int, str] = {}
         self.sent: dict[tuple[int, int], int] = {}
         self.num_ends: dict[int, int] = {}
@@ -66,8 +67,10 @@ class Feed:
         batch = self._scheduler.batch(self)
         return batch if batch.ByteSize() else None
 
-    def take(self, body: bytes) -> None:
-        self._scheduler.obey(scheduler_pb2.FeedCommand.FromString(body), self)
+    message_class = scheduler_pb2.FeedCommand
+
+    def take(self, command: scheduler_pb2.FeedCommand) -> None:
+        self._scheduler.obey(command, self)
 
     def lose(self, error: Exception | None) -> None:
         self._scheduler.feeds.remove(self)

@@ -70,14 +70,14 @@ async def test_first_tokens_are_sent_before_the_next_batch_of_the_same_read() ->
     for stream in streams:
         feed.attach(stream)
 
-    feed.take(pb.FeedBatch(opened=[opened(1), opened(2)]).SerializeToString())
-    feed.take(pb.FeedBatch(streams=[1], token_offsets=[0], token_ids=[7]).SerializeToString())
+    feed.take(pb.FeedBatch(opened=[opened(1), opened(2)]))
+    feed.take(pb.FeedBatch(streams=[1], token_offsets=[0], token_ids=[7]))
     assert pump.run.call_count == 1
-    feed.take(pb.FeedBatch(streams=[1], token_offsets=[1], token_ids=[8]).SerializeToString())
+    feed.take(pb.FeedBatch(streams=[1], token_offsets=[1], token_ids=[8]))
     assert pump.run.call_count == 1
-    feed.take(pb.FeedBatch(streams=[2], token_offsets=[0], token_ids=[9]).SerializeToString())
+    feed.take(pb.FeedBatch(streams=[2], token_offsets=[0], token_ids=[9]))
     assert pump.run.call_count == 2
-    feed.take(pb.FeedBatch(streams=[1, 2], token_offsets=[2, 1], token_ids=[8, 9]).SerializeToString())
+    feed.take(pb.FeedBatch(streams=[1, 2], token_offsets=[2, 1], token_ids=[8, 9]))
     assert pump.run.call_count == 2
     feed._finish_read()
     assert pump.run.call_count == 3

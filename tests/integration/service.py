@@ -51,6 +51,9 @@ class Service:
 
     @classmethod
     def start(cls, run_dir: Path, *flags: str, **environment: str) -> Service:
+        """Start a service, by default with a process for each part, so that each can be killed alone."""
+        if "--shared-process" not in flags:
+            flags = ("--shared-process", "off", *flags)
         up = ("up", "--detach", "--port", "0", "--http-port", "0", "--run-dir", str(run_dir), *flags)
         result = midstream(*up, timeout=START_TIMEOUT_S, **environment)
         assert result.returncode == 0, result.stdout + result.stderr

@@ -64,12 +64,13 @@ def get(port: int, path: str, key: str = "") -> tuple[int, str]:
 
 
 def test_only_routers_listen_beyond_the_loopback_address(served: Service, ports: tuple[int, int]) -> None:
-    beyond: dict[str, set[int]] = {}
-    for process in served.status()["processes"]:
-        for connection in psutil.Process(process["pid"]).net_connections(kind="tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.ip not in LOOPBACK:
-                beyond.setdefault(process["kind"], set()).add(connection.laddr.port)
-    assert beyond == {"router": set(ports)}
+    beyond = {
+        connection.laddr.port
+        for process in served.status()["processes"]
+        for connection in psutil.Process(process["pid"]).net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.ip not in LOOPBACK
+    }
+    assert beyond == set(ports)
 
 
 def test_clients_need_the_key_and_find_the_name(served: Service, ports: tuple[int, int]) -> None:
@@ -202,7 +203,7 @@ def test_the_routers_log_has_a_line_for_each_request(served: Service) -> None:
 
 def requests_with(served: Service, num_output_tokens: int) -> list[dict[str, Any]]:
     """Return the log lines of requests with this number of output tokens, without one that is being written."""
-    log = (served.run_dir / "logs" / "router-0.log").read_text()
+    log = Path(served.processes("router")[0]["log"]).read_text()
     lines = [json.loads(line) for line in log.splitlines(keepends=True) if line.endswith("\n")]
     ended = [line for line in lines if line["message"].startswith("a request ended")]
     return [line for line in ended if line["num_output_tokens"] == num_output_tokens]

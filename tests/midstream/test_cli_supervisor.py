@@ -196,7 +196,7 @@ async def test_a_fast_shutdown_ends_open_streams_and_kills_nothing(
         """Send a signal, but only once the process has handled its first one: a second pending signal of the same
         number would be lost.
         """
-        deadline, name = time.monotonic() + 20, process.state.name
+        deadline, name = time.monotonic() + 20, process.name
         while name in sent and not (tmp_path / f"{name}.drains").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         sent.add(name)

@@ -4,10 +4,11 @@ import socket
 import subprocess
 import sys
 from contextlib import closing
+from typing import Any
 
 import pytest
 
-from midstream.cli.topology import Topology, is_free_port, plan_processes, reserve_port
+from midstream.cli.topology import Topology, command_of, is_free_port, plan_processes, reserve_port
 from midstream.errors import ConfigError
 
 
@@ -113,6 +114,43 @@ def test_an_invalid_count_names_its_flag(count: int) -> None:
     with pytest.raises(ConfigError) as caught:
         Topology(num_detokenizers=count)
     assert caught.value.field == "--detokenizers"
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_cores", "is_shared"),
+    [
+        ({"shared_process": "off"}, 1, False),
+        ({"shared_process": "on"}, 64, True),
+        ({"shared_process": "on", "num_routers": 2, "num_detokenizers": 2}, 2, True),
+        ({"shared_process": "auto"}, 4, True),
+        ({"shared_process": "auto"}, 5, False),
+        ({"shared_process": "auto", "num_workers": 2}, 2, True),
+        ({"shared_process": "auto", "num_routers": 2}, 2, False),
+        ({"shared_process": "auto", "num_detokenizers": 2}, 2, False),
+        ({}, 2, False),
+    ],
+)
+def test_one_scheduler_detokenizer_and_router_may_share_a_process(
+    fields: dict[str, Any], num_cores: int, is_shared: bool
+) -> None:
+    specs = plan_processes(Topology(**fields), num_cores, lambda _: True)
+    sharing = [spec for spec in specs if spec.shared]
+    if not is_shared:
+        assert not sharing
+        return
+    assert [spec.name for spec in sharing] == ["scheduler-0", "detokenizer-0", "router-0"]
+    command = command_of(sharing)
+    sections = " ".join(command[command.index("midstream.parts") + 1 :]).split(" + ")
+    assert sections == [" ".join(spec.words) for spec in sharing]
+    assert sections[2].startswith("router --name router-0 --model")
+    others = [spec for spec in specs if not spec.shared]
+    assert [command_of([spec]) for spec in others] == [spec.command for spec in others]
+
+
+def test_an_unknown_choice_for_the_shared_process_names_its_flag() -> None:
+    with pytest.raises(ConfigError, match="'yes' is not one of auto, on, off") as caught:
+        Topology(shared_process="yes")
+    assert caught.value.field == "--shared-process"
 
 
 def test_the_path_of_the_journal_is_configurable() -> None:

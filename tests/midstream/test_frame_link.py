@@ -12,6 +12,7 @@ import grpc.aio
 import pytest
 
 from midstream.rpc import frames
+from midstream.rpc.connection import Connection
 from midstream.rpc.frame_link import FrameLink, LinkSettings
 from midstream.rpc.frames import FrameConnection, FrameServer
 from midstream.rpc.health import Progress
@@ -31,7 +32,7 @@ WAIT_S = 240
 class Link(FrameLink[pb.StreamCommand, pb.StreamBatch]):
     """Counts offers, and keeps what arrives; the port in offers is replaced by `blocked_port`, if it is set."""
 
-    batch_class = pb.StreamBatch
+    message_class = pb.StreamBatch
 
     def __init__(self, target: str, blocked_port: int = 0, silence_s: float = 0.0) -> None:
         super().__init__("service", target, LinkSettings(MAX_BYTES), "", silence_s)
@@ -42,7 +43,7 @@ class Link(FrameLink[pb.StreamCommand, pb.StreamBatch]):
 
     @property
     def connection(self) -> FrameConnection:
-        assert self._connection is not None
+        assert isinstance(self._connection, FrameConnection)
         return self._connection
 
     async def _ask_for_frames(self, channel: grpc.aio.Channel) -> FramesOffer:
@@ -79,12 +80,14 @@ class Echo(DetokenizerServicer):
     async def OpenStream(self, request: Any, context: Any) -> FramesOffer:  # noqa: N802
         return self._server.offer(self._accept)
 
-    def _accept(self, connection: FrameConnection) -> Echo:
+    def _accept(self, connection: Connection) -> Echo:
+        assert isinstance(connection, FrameConnection)
         self.connections.append(connection)
         return self
 
-    def take(self, body: bytes) -> None:
-        command = pb.StreamCommand.FromString(body)
+    message_class = pb.StreamCommand
+
+    def take(self, command: pb.StreamCommand) -> None:
         chunk = pb.StreamChunk(stream=command.attach.stream)
         chunk.response.text = command.attach.request_id
         self.connections[-1].post(pb.StreamBatch(chunks=[chunk]))
@@ -207,7 +210,7 @@ async def test_a_connection_within_a_call_ends_with_its_server_after_everything_
                 await text_of(link)
                 texts = [(number, "x" * 50_000) for number in range(2, 12)]
                 for number, text in texts:
-                    echo.take(attach(number, text).SerializeToString())
+                    echo.take(attach(number, text))
                 await server.stop(drain=listener.close, drain_timeout_s=WAIT_S)
                 assert [await text_of(link) for _ in texts] == texts
 
@@ -263,7 +266,7 @@ async def test_a_reader_that_stands_still_holds_back_what_is_written_within_a_ca
                 num_sent = 0
                 while out.is_writable:
                     num_sent += 1
-                    echo.take(attach(num_sent, "x" * 20_000).SerializeToString())
+                    echo.take(attach(num_sent, "x" * 20_000))
                     await asyncio.sleep(0)
                 assert out._transport is not None
                 assert out._transport.get_write_buffer_size() < 400 << 10

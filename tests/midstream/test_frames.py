@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream.rpc import frames
+from midstream.rpc.connection import Connection
 from midstream.rpc.frames import FrameConnection, FrameServer, Pump
 from midstream.security.tls import Tls
 from protos import detokenizer_pb2 as pb
@@ -30,20 +31,22 @@ MAX_BYTES = 1 << 20
 class Peer:
     """Collects received messages, and echoes them on request."""
 
-    def __init__(self, connection: FrameConnection | None = None, *, echoes: bool = False) -> None:
+    def __init__(self, connection: Connection | None = None, *, echoes: bool = False) -> None:
         self.connection = connection
-        self.messages: list[bytes] = []
+        self.messages: list[pb.StreamBatch] = []
         self.error: Exception | None = None
         self.lost = asyncio.Event()
         self.came = asyncio.Event()
         self.on_resume: Callable[[], None] = lambda: None
         self._echoes = echoes
 
-    def take(self, body: bytes) -> None:
-        self.messages.append(body)
+    message_class = pb.StreamBatch
+
+    def take(self, message: pb.StreamBatch) -> None:
+        self.messages.append(message)
         self.came.set()
         if self._echoes and self.connection is not None:
-            self.connection.post(pb.StreamBatch.FromString(body))
+            self.connection.post(message)
 
     def resume(self) -> None:
         self.on_resume()
@@ -53,7 +56,7 @@ class Peer:
         self.error = error
         self.lost.set()
 
-    async def until(self, count: int) -> list[bytes]:
+    async def until(self, count: int) -> list[pb.StreamBatch]:
         async with asyncio.timeout(WAIT_S):
             while len(self.messages) < count:
                 self.came.clear()
@@ -85,9 +88,11 @@ def without_unix(offer: FramesOffer) -> FramesOffer:
 async def connect(
     offer: FramesOffer, peer: Peer, *, tls: Tls | None = None, keepalive_s: float = 10.0, timeout_s: float = 15.0
 ) -> FrameConnection:
-    return await frames.connect(
+    connection = await frames.connect(
         offer, "127.0.0.1:1", peer, max_message_bytes=MAX_BYTES, tls=tls, keepalive_s=keepalive_s, timeout_s=timeout_s
     )
+    assert isinstance(connection, FrameConnection)
+    return connection
 
 
 @pytest.mark.parametrize("is_local", [True, False])
@@ -100,7 +105,7 @@ async def test_messages_arrive_complete_and_in_order(is_local: bool) -> None:
         sent = [batch(number, "x" * (number % 7) * 4_000) for number in range(1, 40)]
         for message in sent:
             connection.post(message)
-        assert await here.until(len(sent)) == [message.SerializeToString() for message in sent]
+        assert await here.until(len(sent)) == sent
         connection.close()
         await asyncio.wait_for(here.lost.wait(), WAIT_S)
         assert here.error is None
@@ -109,8 +114,9 @@ async def test_messages_arrive_complete_and_in_order(is_local: bool) -> None:
 @settings(max_examples=60)
 @given(st.lists(st.binary(max_size=40), max_size=6), st.lists(st.integers(1, 12), min_size=1))
 def test_frames_are_the_same_however_their_bytes_are_cut(bodies: list[bytes], cuts: list[int]) -> None:
-    async def run() -> list[bytes]:
+    async def run() -> list[object]:
         peer = Peer()
+        peer.message_class = Mock(FromString=bytes)
         connection = FrameConnection(MAX_BYTES, peer)
         connection.open(welcome=False)
         data = b"".join(struct.pack(">IB", len(body) + 1, frames.Kind.MESSAGE) + body for body in bodies)
@@ -120,7 +126,7 @@ def test_frames_are_the_same_however_their_bytes_are_cut(bodies: list[bytes], cu
             connection.data_received(data[at : at + size])
             at, number = at + size, number + 1
         connection.connection_lost(None)
-        return peer.messages
+        return list(peer.messages)
 
     assert asyncio.run(run()) == bodies
 
@@ -220,10 +226,10 @@ async def test_garbage_ends_only_its_own_connection(data: bytes) -> None:
 async def test_a_peer_that_does_not_read_holds_back_batches_and_gets_all_of_them_later() -> None:
     async with serving() as server:
         here = Peer()
-        sources: list[tuple[FrameConnection, Pump]] = []
+        sources: list[tuple[Connection, Pump]] = []
         left = iter(range(2000))
 
-        def accept(connection: FrameConnection) -> Peer:
+        def accept(connection: Connection) -> Peer:
             def collect() -> pb.StreamBatch | None:
                 number = next(left, None)
                 return batch(number, "x" * 2000) if number is not None else None
@@ -242,11 +248,12 @@ async def test_a_peer_that_does_not_read_holds_back_batches_and_gets_all_of_them
         async with asyncio.timeout(WAIT_S):
             while out.is_writable:  # noqa: ASYNC110 (it becomes full in this process)
                 await asyncio.sleep(0)
+        assert isinstance(out, FrameConnection)
         assert out._transport is not None
         assert out._transport.get_write_buffer_size() < (256 << 10) + 4096
         assert next(left) < 1900
         transport.resume_reading()
-        numbers = [pb.StreamBatch.FromString(body).chunks[0].stream for body in await here.until(1999)]
+        numbers = [message.chunks[0].stream for message in await here.until(1999)]
         assert numbers == sorted(numbers)
 
 
@@ -299,7 +306,7 @@ async def test_a_server_that_closes_has_sent_everything() -> None:
     here = Peer()
     async with serving() as server:
 
-        def accept(connection: FrameConnection) -> Peer:
+        def accept(connection: Connection) -> Peer:
             def send() -> None:
                 for _ in range(100):
                     connection.send(batch(1, "x" * 9000))
@@ -328,7 +335,7 @@ async def test_tls_requires_certificates_of_the_authority(tmp_path: Path) -> Non
         here = Peer()
         connection = await connect(offer(), here, tls=shown(authority, "detokenizer", authority))
         connection.post(batch(1, "text"))
-        assert await here.until(1) == [batch(1, "text").SerializeToString()]
+        assert await here.until(1) == [batch(1, "text")]
         for wrong in (
             shown(stranger, "mallory", authority),  # not signed by the authority
             shown(authority, "detokenizer", stranger),  # trusts another authority

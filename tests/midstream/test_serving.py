@@ -287,6 +287,27 @@ async def test_the_delay_is_part_of_the_drain_time() -> None:
     assert left == [0]
 
 
+async def test_a_second_signal_ends_the_draining_of_a_service() -> None:
+    server = Server("midstream.v1.Scheduler", "127.0.0.1", 0, Progress())
+    await server.start()
+    begins, ended = asyncio.Event(), list[str]()
+
+    async def drain() -> None:
+        begins.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("cancelled")
+
+    running = asyncio.create_task(server.run_until_signal(drain=drain, drain_timeout_s=2 * WAIT_S))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(begins.wait(), WAIT_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running, WAIT_S)
+    assert ended == ["cancelled"]
+
+
 async def test_a_second_signal_also_ends_the_draining_of_another_port() -> None:
     server, _ = await serve(raising())
     left: list[float] = []

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from midstream.errors import DeadlineError, InvalidArgumentError, MidstreamError, OverloadedError, UnavailableError
+from midstream.rpc.connection import Connection
 from midstream.rpc.frame_link import LinkSettings
-from midstream.rpc.frames import FrameConnection, FrameServer
+from midstream.rpc.frames import FrameServer
 from midstream.rpc.health import Progress
 from midstream.rpc.serving import Server
 from protos import frames_pb2, scheduler_pb2, scheduler_pb2_grpc
@@ -33,13 +34,13 @@ class OneScheduler(scheduler_pb2_grpc.SchedulerServicer):
     def __init__(self) -> None:
         self.answer: Answer = accept
         self.frames = FrameServer("127.0.0.1", 0, max_message_bytes=MAX_BYTES)
-        self.connections: list[FrameConnection] = []
+        self.connections: list[Connection] = []
         self.num_calls = 0
 
     async def OpenSubmissions(  # noqa: N802
         self, request: frames_pb2.OpenFramesRequest, context: Any
     ) -> frames_pb2.FramesOffer:
-        def open_(connection: FrameConnection) -> Submissions:
+        def open_(connection: Connection) -> Submissions:
             self.connections.append(connection)
             return Submissions(_Scripted(self), connection)
 

@@ -14,7 +14,7 @@ from midstream.config import SchedulerConfig
 from midstream.model.folder import ModelFolder
 from midstream.rpc import frames
 from midstream.rpc.channel import open_channel
-from midstream.rpc.frames import FrameConnection
+from midstream.rpc.connection import Connection
 from protos import frames_pb2, generation_pb2, scheduler_pb2, stats_pb2
 from protos.scheduler_pb2_grpc import SchedulerStub
 from scheduler.service import SchedulerService
@@ -50,7 +50,7 @@ class FeedReader:
     def __init__(self) -> None:
         self.lost = asyncio.Event()
         self._batches: asyncio.Queue[scheduler_pb2.FeedBatch | None] = asyncio.Queue()
-        self._connection: FrameConnection | None = None
+        self._connection: Connection | None = None
 
     @classmethod
     async def open(cls, stub: Any, name: str = "d", channel: grpc.aio.Channel | None = None) -> Self:
@@ -89,8 +89,10 @@ class FeedReader:
 
     # FrameHandler
 
-    def take(self, body: bytes) -> None:
-        self._batches.put_nowait(scheduler_pb2.FeedBatch.FromString(body))
+    message_class = scheduler_pb2.FeedBatch
+
+    def take(self, batch: scheduler_pb2.FeedBatch) -> None:
+        self._batches.put_nowait(batch)
 
     def resume(self) -> None:
         pass

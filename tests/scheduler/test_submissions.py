@@ -12,7 +12,7 @@ import pytest
 from google.protobuf.message import Message
 
 from midstream.errors import NotFoundError, OverloadedError
-from midstream.rpc.frames import FrameConnection
+from midstream.rpc.connection import Connection
 from protos import generation_pb2
 from protos import scheduler_pb2 as pb
 from scheduler.core.config import CoreConfig
@@ -67,14 +67,14 @@ class Router:
 
     def __init__(self, service: Service) -> None:
         self.results: list[pb.SubmissionResult] = []
-        self.submissions = Submissions(service, cast("FrameConnection", self))
+        self.submissions = Submissions(service, cast("Connection", self))
 
     def post(self, message: Message) -> None:
         self.results.append(cast("pb.SubmissionResult", message))
 
     def send(self, number: int, **fields: int) -> None:
         request = generation_pb2.GenerateRequest(request_id=f"r{number}", **fields)  # type: ignore[arg-type]
-        self.submissions.take(pb.Submission(number=number, request=request).SerializeToString())
+        self.submissions.take(pb.Submission(number=number, request=request))
 
     @property
     def numbers(self) -> list[int]:

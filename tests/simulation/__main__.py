@@ -4,6 +4,7 @@ python -m tests.simulation --seed 17                    run one seed, always wit
 python -m tests.simulation --seed 17 --trace            print every message as well
 python -m tests.simulation --seeds 0..50000             run many seeds in two processes
 python -m tests.simulation --seeds 0..1000 --all-kv     give all runs prefill and decode workers and tiers
+python -m tests.simulation --seeds 0..1000 --shared     run scheduler, detokenizer and router in one process
 """
 
 from __future__ import annotations
@@ -38,11 +39,18 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="Print every event of the seed.")
     parser.add_argument("--no-faults", action="store_true", help="Run only the requests of the seed, without faults.")
     parser.add_argument("--all-kv", action="store_true", help="Give all workers roles and tiers.")
+    parser.add_argument("--shared", action="store_true", help="Run scheduler, detokenizer and router in one process.")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="Start no more seeds after this time.")
     arguments = parser.parse_args()
     if arguments.seeds is not None:
-        return _run_many(arguments.seeds, arguments.limit_s, all_kv=arguments.all_kv)
-    outcome = run_seed(arguments.seed, faults=not arguments.no_faults, trace=arguments.trace, all_kv=arguments.all_kv)
+        return _run_many(arguments.seeds, arguments.limit_s, all_kv=arguments.all_kv, is_shared=arguments.shared)
+    outcome = run_seed(
+        arguments.seed,
+        faults=not arguments.no_faults,
+        trace=arguments.trace,
+        all_kv=arguments.all_kv,
+        is_shared=arguments.shared,
+    )
     for line in outcome.trace:
         print(line)
     print(f"seed {outcome.seed}: {outcome.name}, {outcome.num_messages} messages in {outcome.virtual_s:.3f} s")
@@ -57,7 +65,7 @@ def _range(text: str) -> range:
     return range(int(first), int(end))
 
 
-def _run_many(seeds: range, limit_s: float, *, all_kv: bool) -> int:
+def _run_many(seeds: range, limit_s: float, *, all_kv: bool, is_shared: bool) -> int:
     happened, failed, begun = Counter[str](), list[Outcome](), time.monotonic()
     num_done = num_messages = 0
     virtual_s = 0.0
@@ -67,7 +75,8 @@ def _run_many(seeds: range, limit_s: float, *, all_kv: bool) -> int:
         Progress(console=console) as progress,
     ):
         task = progress.add_task("seeds", total=len(seeds))
-        for outcome in pool.imap_unordered(partial(run_seed, all_kv=all_kv), _until(seeds, begun + limit_s), _CHUNK):
+        run = partial(run_seed, all_kv=all_kv, is_shared=is_shared)
+        for outcome in pool.imap_unordered(run, _until(seeds, begun + limit_s), _CHUNK):
             num_done += 1
             num_messages += outcome.num_messages
             virtual_s += outcome.virtual_s
@@ -88,8 +97,8 @@ def _until(seeds: range, end: float) -> Iterator[int]:
 
 def describe(outcome: Outcome) -> str:
     """Return what failed, and the command that reproduces it."""
-    kv = " --all-kv" if outcome.all_kv else ""
-    lines = [f"seed {outcome.seed} ({outcome.name}) failed; python -m tests.simulation --seed {outcome.seed}{kv}"]
+    flags = " --all-kv" * outcome.all_kv + " --shared" * outcome.is_shared
+    lines = [f"seed {outcome.seed} ({outcome.name}) failed; python -m tests.simulation --seed {outcome.seed}{flags}"]
     return "\n  ".join(lines + outcome.problems[:_MOST_PROBLEMS])
 
 

@@ -8,11 +8,13 @@ import random
 import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import detokenizer.__main__
 import router.__main__
 from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig
+from midstream.parts import Part, PartError, run_parts
 from scheduler.core.core import SchedulerCore
 from scheduler.core.effects import Effect
 from scheduler.core.events import Event, Recovered
@@ -26,6 +28,8 @@ from tests.simulation.network import Network, running
 from tests.simulation.worker import Host, SimulatedWorker
 from tests.simulation.world import folder
 
+# The parts that share a process, in a layout where some do.
+SHARING = ("scheduler", "detokenizer-0", "router-0")
 SCHEDULER_PORT, WORKER_PORT, DETOKENIZER_PORT, ROUTER_PORT = 50052, 50053, 50054, 50051
 
 
@@ -39,6 +43,7 @@ class Shape:
         kinds: Kind of each worker that differs from the usual one, by name.
         has_stages: Whether some workers have several pipeline stages.
         all_kv: Whether workers always have roles and tiers; otherwise, the seed determines it.
+        is_shared: Whether the parts in SHARING share a process, which has the scheduler's name and machine.
     """
 
     num_workers: int = 2
@@ -49,6 +54,7 @@ class Shape:
     window: int = 16
     has_stages: bool = True
     all_kv: bool = False
+    is_shared: bool = False
     kinds: dict[str, int] = field(default_factory=dict)
     scheduler: dict[str, Any] = field(default_factory=dict)
     router: dict[str, Any] = field(default_factory=dict)
@@ -144,7 +150,14 @@ class Cluster:
                 self.start(f"{kind}-{number}")
 
     def start(self, name: str) -> Process:
-        """Start or restart a process."""
+        """Start or restart a process; in a layout with a shared process, with all of its parts."""
+        if self.shape.is_shared and name in SHARING:
+            if name != "scheduler" and name in self.processes and not self.processes[name].is_dead:
+                return self.processes[name]
+            process = self.run("scheduler", self._shared)
+            self.processes |= dict.fromkeys(SHARING, process)
+            self.names.setdefault("detokenizers", ["detokenizer-0"])
+            return process
         kind = name.partition("-")[0]
         mains: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
             "scheduler": self._scheduler,
@@ -230,6 +243,17 @@ class Cluster:
         service = SchedulerService(self.shape.scheduler_config(), folder())
         self._services[running()] = service
         await service.run()
+
+    async def _shared(self) -> None:
+        parts = [
+            Part("scheduler", "scheduler", self._scheduler),
+            Part("detokenizer", "detokenizer-0", partial(self._detokenizer, "detokenizer-0")),
+            Part("router", "router-0", partial(self._router, "router-0")),
+        ]
+        try:
+            await run_parts(parts)
+        except PartError as failed:
+            raise failed.error from None
 
     async def _worker(self, name: str) -> int:
         address = f"tcp://scheduler:{WORKER_PORT}"

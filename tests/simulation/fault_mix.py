@@ -127,8 +127,9 @@ async def _freeze(simulation: RunningSimulation, dice: random.Random) -> None:
 
 
 async def _part(simulation: RunningSimulation, dice: random.Random) -> None:
-    one, other = dice.sample(sorted(simulation.cluster.processes), 2)
-    simulation.cluster.network.part(one, other)
+    one, other = (simulation.process(name).name for name in dice.sample(sorted(simulation.cluster.processes), 2))
+    if one != other:  # otherwise they share a process
+        simulation.cluster.network.part(one, other)
     # A client that cannot reach its router for longer than this counts as disconnected.
     has_client = any(name.startswith("client") for name in (one, other))
     await simulation.sleep(0.1, KEEPALIVE_S - 1 if has_client else KEEPALIVE_S + 3)
@@ -136,7 +137,7 @@ async def _part(simulation: RunningSimulation, dice: random.Random) -> None:
 
 
 async def _cut(simulation: RunningSimulation, dice: random.Random) -> None:
-    name, network = _any(simulation, dice), simulation.cluster.network
+    name, network = simulation.process(_any(simulation, dice)).name, simulation.cluster.network
     # A client has only half a second to reconnect, which is too short on a slow network.
     spares_clients = network.weather.slow_share > 0 and network.weather.slow_s >= _SLOW_S
 

@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 
 from midstream.errors import DeadlineError
-from tests.simulation.cluster import Shape
+from tests.simulation.cluster import SHARING, Shape
 from tests.simulation.journal import FOLDER, JournalDisk
 from tests.simulation.model import vocabulary
 from tests.simulation.running_simulation import RunningSimulation
@@ -105,7 +105,11 @@ def detokenizers_come_and_go(dice: random.Random) -> Scenario:
         await simulation.sleep(2.0, 3.0)
         names = [f"detokenizer-{number}" for number in range(4)]
         dice.shuffle(names)
-        for name in names[1:]:
+        # A part of a shared process is not removed alone.
+        left = "detokenizer-0" if simulation.cluster.shape.is_shared else names[0]
+        for name in names:
+            if name == left:
+                continue
             simulation.cluster.retire(name)
             await simulation.sleep(0.0, 0.4)
         simulation.happened["10"] += 1
@@ -138,8 +142,12 @@ def rolling_restart(dice: random.Random) -> Scenario:
         dice.shuffle(names)
         for name in names:
             process = simulation.process(name)
+            if name in SHARING and simulation.cluster.shape.is_shared:  # another of its parts may have been restarted
+                await simulation.until(lambda process=process: process.signals, 10, f"{name} starts")  # type: ignore[misc]
             process.terminate()
-            await simulation.until(lambda process=process: process.is_dead, 15, f"{name} drains")  # type: ignore[misc]
+            # The parts of a shared process drain one after the other.
+            limit_s = 30 if simulation.cluster.shape.is_shared else 15
+            await simulation.until(lambda process=process: process.is_dead, limit_s, f"{name} drains")  # type: ignore[misc]
             if process.exit_code != 0:
                 simulation.problems.append(f"{name} exits with status {process.exit_code}")
             await simulation.restart(name, 0.05, 0.3)
@@ -186,6 +194,10 @@ async def _damage(simulation: RunningSimulation, kind: str) -> None:
     disk = simulation.cluster.disk
     if not await simulation.at(simulation.messages(25, 110), lambda: simulation.kill("scheduler")):
         return
+    if kind == "corrupt request" and simulation.cluster.shape.is_shared:
+        # The only other copy of a request was in its router, which died with the scheduler.
+        for job in simulation.jobs:
+            job.must_complete = False
     if disk.damage(kind, simulation.dice):
         simulation.happened[f"20 {kind}"] += 1
     await simulation.restart("scheduler")

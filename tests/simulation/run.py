@@ -39,6 +39,7 @@ class Outcome:
 
     Attributes:
         all_kv: Whether roles and tiers were forced.
+        is_shared: Whether parts shared a process.
         happened: Number of occurrences of each fault and adoption.
         problems: Descriptions of the violations; empty if the seed passes.
         trace: All events, if requested; the same for the same seed.
@@ -47,6 +48,7 @@ class Outcome:
     seed: int
     name: str
     all_kv: bool = False
+    is_shared: bool = False
     virtual_s: float = 0.0
     num_messages: int = 0
     happened: Counter[str] = field(default_factory=Counter)
@@ -55,7 +57,13 @@ class Outcome:
 
 
 def run_seed(
-    seed: int, *, faults: bool = True, trace: bool = False, make: MakeScenario | None = None, all_kv: bool = False
+    seed: int,
+    *,
+    faults: bool = True,
+    trace: bool = False,
+    make: MakeScenario | None = None,
+    all_kv: bool = False,
+    is_shared: bool = False,
 ) -> Outcome:
     """Run a seed with the scenario that `make` creates, or with the seed's own scenario.
 
@@ -65,6 +73,7 @@ def run_seed(
         trace: Whether to record all events.
         make: Function that creates the scenario.
         all_kv: Whether to give workers roles and tiers, whatever the seed draws.
+        is_shared: Whether the scheduler, the first detokenizer and the first router share a process.
     """
     dice = random.Random(f"simulation {seed}")
     scenario = make(dice) if make is not None else scenario_of(seed, dice)
@@ -75,12 +84,12 @@ def run_seed(
     network.blocks_frames = random.Random(f"ports {seed}").random() < _BLOCKED_SHARE
     loop.sockets = Sockets(network)
     loop.run_in_thread = run_in_thread
-    scenario.shape.all_kv = all_kv
+    scenario.shape.all_kv, scenario.shape.is_shared = all_kv, is_shared
     disk = JournalDisk(network, random.Random(f"disk {seed}"))
     checker = Checker(disk)
     network.on_write = checker.check_fed
     cluster = Cluster(loop, network, scenario.shape, disk, checker.watch)
-    outcome = Outcome(seed, scenario.name, all_kv)
+    outcome = Outcome(seed, scenario.name, all_kv, is_shared)
     simulation = RunningSimulation(cluster, checker, dice, outcome.happened)
     with simulated(loop, network, disk, seed, cluster.make_engine) as errors:
         asyncio.events.set_event_loop(None)

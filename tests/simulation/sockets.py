@@ -168,7 +168,8 @@ class ShownTunnel(TunnelTransport):
 
     def __init__(self, network: Network, call: Any, protocol: asyncio.Protocol) -> None:
         self._network = network
-        self._is_feed = running().name == "scheduler" and "detokenizer" in call.peer()
+        # Only the side that serves the call knows its peer; a detokenizer may share the scheduler's process.
+        self._is_feed = running().name == "scheduler" and "detokenizer" in getattr(call, "peer", str)()
         super().__init__(call, protocol)
 
     def write(self, data: Any) -> None:

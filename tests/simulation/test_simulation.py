@@ -37,29 +37,34 @@ def report(outcomes: list[Outcome]) -> str:
 
 
 @functools.cache
-def run_chunk(chunk: int) -> tuple[str, Counter[str]]:
+def run_chunk(chunk: int, *, is_shared: bool) -> tuple[str, Counter[str]]:
     """Run a chunk of seeds; return a report of the failures, and the number of occurrences of each fault."""
-    outcomes = [run_seed(seed) for seed in range(chunk * SEEDS_PER_CHUNK, (chunk + 1) * SEEDS_PER_CHUNK)]
+    seeds = range(chunk * SEEDS_PER_CHUNK, (chunk + 1) * SEEDS_PER_CHUNK)
+    outcomes = [run_seed(seed, is_shared=is_shared) for seed in seeds]
     return report(outcomes), sum((outcome.happened for outcome in outcomes), Counter[str]())
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
-def test_every_fault_is_survived(chunk: int) -> None:
-    failures, _ = run_chunk(chunk)
+def test_every_fault_is_survived(chunk: int, is_shared: bool) -> None:
+    failures, _ = run_chunk(chunk, is_shared=is_shared)
     assert not failures, failures
 
 
 @pytest.mark.timeout(900)
 def test_every_fault_came_about() -> None:
-    happened = sum((run_chunk(chunk)[1] for chunk in range(NUM_CHUNKS)), Counter[str]())
+    happened = sum((run_chunk(chunk, is_shared=False)[1] for chunk in range(NUM_CHUNKS)), Counter[str]())
     assert [fault for fault in FAULTS if not happened[fault]] == []
 
 
 # With seed 3194, two clients read the same request. Their order must not depend on the addresses of objects, which
 # differ from run to run.
-@pytest.mark.parametrize(("seed", "num_runs"), [(0, 2), (7, 2), (18, 2), (3194, 8)])
-def test_a_seed_replays_event_for_event(seed: int, num_runs: int) -> None:
-    outcomes = [run_seed(seed, trace=True) for _ in range(num_runs)]
+@pytest.mark.parametrize(
+    ("seed", "num_runs", "is_shared"),
+    [(0, 2, False), (7, 2, False), (18, 2, False), (3194, 8, False), (7, 2, True), (18, 2, True)],
+)
+def test_a_seed_replays_event_for_event(seed: int, num_runs: int, is_shared: bool) -> None:
+    outcomes = [run_seed(seed, trace=True, is_shared=is_shared) for _ in range(num_runs)]
     assert len(outcomes[0].trace) > 100
     for outcome in outcomes[1:]:
         pairs = zip_longest(outcomes[0].trace, outcome.trace)

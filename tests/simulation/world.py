@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from google.protobuf.message import Message
 from starlette.applications import Starlette
 from starlette.routing import Route
 
@@ -25,6 +26,7 @@ import scheduler.journal.log_folder
 import scheduler.journal.threaded
 import scheduler.service
 from midstream.model.folder import ModelFolder
+from midstream.rpc.local_connection import LocalConnection
 from tests.simulation import http2_client, sockets, threads, zmq_transport
 from tests.simulation.journal import JournalDisk, WeightsDocuments
 from tests.simulation.loop import VirtualLoop
@@ -132,6 +134,17 @@ def _sleep(sleep: Callable[[float], None]) -> Callable[[float], None]:
     return lambda seconds: threads.current().wait(seconds) if threads.is_current() else sleep(seconds)
 
 
+def _shown(network: Network) -> Callable[[LocalConnection, Message], None]:
+    """Return `LocalConnection.send`, which also passes each message to the checker."""
+    send = LocalConnection.send
+
+    def send_shown(connection: LocalConnection, message: Message) -> None:
+        network.on_write(connection, message)
+        send(connection, message)
+
+    return send_shown
+
+
 @contextlib.contextmanager
 def simulated(
     loop: VirtualLoop, network: Network, disk: JournalDisk, seed: int, make_engine: Any
@@ -158,6 +171,8 @@ def simulated(
         mock.patch("secrets.randbits", network.dice.getrandbits),
         mock.patch("midstream.telemetry.ProcessCollector"),
         mock.patch("grpc.aio.insecure_channel", lambda target, **_: http2_client.Channel(network, target)),
+        mock.patch.object(LocalConnection, "send", _shown(network)),
+        mock.patch.object(LocalConnection, "post", _shown(network)),
         mock.patch.multiple(midstream.rpc.http2.server, socket=loop.sockets.module),
         mock.patch("midstream.rpc.frames.TunnelTransport", partial(sockets.ShownTunnel, network)),
         mock.patch("zmq.asyncio.Context", partial(zmq_transport.Context, network)),
@@ -174,7 +189,7 @@ def simulated(
         mock.patch.multiple(
             detokenizer.__main__,
             open_model_folder=lambda _: folder(network.tokenizers.get(running().name, "")),
-            Tokenizer=lambda _: None,
+            open_tokenizer=lambda *_: None,
             decoder_factory=lambda _: decoders(network.tokenizers.get(running().name, "")),
             HttpServer=_NoServer,
         ),
