@@ -199,7 +199,9 @@ class TransformersEncoder:
         if probe is not None:
             probe.states = {layer: states[layer] for layer in layers}
             probe.last = last
-        scores = torch.zeros(len(inputs.sampled), self.description.vocab_size, device=self._device)
+        # While other weights are loaded, transformers changes the process's default type.
+        size = len(inputs.sampled), self.description.vocab_size
+        scores = torch.zeros(size, dtype=torch.float32, device=self._device)
         if self._given is None:
             return scores
         span_of = {end - 1: slice(start, end) for start, end in spans}
@@ -210,7 +212,7 @@ class TransformersEncoder:
 
     def logits(self, last: Tensor) -> Tensor:
         """Return float32 zeros [N, vocab_size]: single tokens have no scores."""
-        return torch.zeros(len(last), self.description.vocab_size, device=self._device)
+        return torch.zeros(len(last), self.description.vocab_size, dtype=torch.float32, device=self._device)
 
     def _states(self, texts: Sequence[Tensor], layers: frozenset[int]) -> dict[int, Tensor]:
         """Return the last layer's states, [M, hidden_size], and those of `layers`."""

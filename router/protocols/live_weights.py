@@ -132,9 +132,11 @@ class LiveWeightsApi:
             await self._front.abort(name)
         if not names:
             was_paused = all(cell.is_paused for cell in await self._weights.state())
-            await self._weights.pause(weights_pb2.PAUSE_MODE_ABORT)
-            if not was_paused:
-                await self._weights.resume()
+            try:
+                await self._weights.pause(weights_pb2.PAUSE_MODE_ABORT)
+            finally:
+                if not was_paused:
+                    await self._weights.resume()
 
     async def _flush(self, request: Request) -> Response:
         text = "Cached blocks belong to the version of the weights that computed them; none has to be flushed.\n"

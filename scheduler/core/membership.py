@@ -34,6 +34,8 @@ from scheduler.core.worker_group import WorkerGroup, note_stored
 # registrations.
 _REGISTRATION_BITS = 20
 # Each block costs about 50 bytes of bookkeeping, so limit the number of blocks that a worker can register.
+# How long loading and changing weights may take at a worker.
+_CHANGE_NS = 600 * 1_000_000_000
 _MAX_NUM_BLOCKS = 1 << 22
 _MAX_LOST = 256
 # Heartbeats usually stop because the worker's machine or network stalls, so the first silence is not blamed on a
@@ -64,6 +66,7 @@ class Membership:
         self._stored: dict[str, set[int]] = {}  # hashes of the blocks in the tiers, by name of their store
         self._standings = Standings()
         self._no_worker_since_ns = 0
+        self._weights_changed_ns = -_CHANGE_NS
         self.on_change: Callable[[], None] = lambda: None
         self.on_loss: Callable[[Kind], None] = lambda _: None
         self.weights: WeightsChanged | None = None
@@ -114,7 +117,9 @@ class Membership:
 
     def _problem(self, event: WorkerRegistered) -> tuple[str, str] | None:
         config, fingerprint = self._config, event.kind.model_fingerprint
-        is_wanted = self.weights is not None and fingerprint == self.weights.model_fingerprint
+        # Once weights have been changed, a worker may still have any earlier ones: it gets nothing to run until it has
+        # changed them, which it refuses to do if its folder is that of another model.
+        is_wanted = self.weights is not None
         wanted: tuple[tuple[str, object, object], ...] = (
             ("protocol_version", event.protocol_version, PROTOCOL_VERSION),
             ("vocab_size", event.vocab_size, config.vocab_size),
@@ -164,7 +169,7 @@ class Membership:
 
         Results that these groups have not delivered yet are dropped, so that all further tokens are of the new weights.
         """
-        self.weights = event
+        self.weights, self._weights_changed_ns = event, self._clock.now_ns
         for request in list(self._lifecycle.requests.values()):
             if request.state is RequestState.FINISHED or request.kind is None or not self._is_outdated(request.kind):
                 continue
@@ -422,9 +427,14 @@ class Membership:
     def _give_up_waiting(self, now_ns: int) -> None:
         if self.has_usable_group:
             return
+        patience_ns = self._config.no_worker_timeout_ns
+        # Workers that change their weights are not lost.
+        if now_ns - self._weights_changed_ns < _CHANGE_NS or any(group.is_outdated for group in self.groups.values()):
+            patience_ns += _CHANGE_NS
+            self.watch_lack_of_workers()
         for request in list(self._queue):
             since_ns = max(request.waiting_since_ns, self._no_worker_since_ns)
-            if request.spec.deadline_ns is None and now_ns - since_ns >= self._config.no_worker_timeout_ns:
+            if request.spec.deadline_ns is None and now_ns - since_ns >= patience_ns:
                 failure = Failure(
                     UNAVAILABLE,
                     "no worker connected in time; see `midstream status`"

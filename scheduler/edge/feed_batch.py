@@ -221,9 +221,11 @@ def perf_metrics_of(request: Request, clock: SteadyClock) -> generation_pb2.Perf
 def weights_parts(sequence: Sequence, num_tokens: int) -> list[weights_pb2.WeightsPart]:
     """Return the versions of the weights that computed a sequence's first tokens; none before the first change."""
     parts = sequence.request.kind_parts
-    if parts is None or not (parts[0] or parts[1].weights_version):
+    if parts is None:
         return []
     earlier, kind = parts
+    if not kind.weights_version and not any(item.kind.weights_version for item in earlier):
+        return []
     starts = [0, *(item.ends[sequence.index] for item in earlier)]
     found: list[weights_pb2.WeightsPart] = []
     for start, computing in zip(starts, [*(item.kind for item in earlier), kind], strict=True):

@@ -44,6 +44,8 @@ _PREPARE_TIMEOUT_S = 3600.0
 # How long an update waits for the workers to register again. It has succeeded even if they take longer.
 _SWITCH_TIMEOUT_S = 60.0
 _MAX_PROBLEMS = 8
+# How long after a failure a worker is told again to change its weights.
+_REPEAT_S = 10.0
 _PAUSES = {
     weights_pb2.PAUSE_MODE_UNSPECIFIED: PauseMode.KEEP,
     weights_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
@@ -77,6 +79,7 @@ class Weights:
         self._key = DocumentKey("", _KIND, model_fingerprint)
         self._stored: weights_pb2.WeightsVersion | None = None
         self._update = 0  # identifies the last update
+        self._stored_update = 0  # identifies the change to the stored version
         self._is_updating = False
         self._task: asyncio.Task[weights_pb2.UpdateWeightsResponse] | None = None
         self._answers: dict[int, asyncio.Future[worker_pb2.WeightsPrepared]] = {}  # by epoch
@@ -87,7 +90,7 @@ class Weights:
         document = await self._documents.get(self._key)
         if document is not None:
             self._stored = weights_pb2.WeightsVersion.FromString(document.data)
-            self._update = _new_id()
+            self._stored_update = _new_id()
             self._tell_core(self._stored)
 
     @property
@@ -158,6 +161,13 @@ class Weights:
             name = group.group_id if group is not None else "a worker"
             logger.error("%s cannot change its weights: %s", name, result.error.message)
             self._problems.append(f"{name}: {result.error.message}")
+            # The cause may go away: a folder that is not mounted yet, for example.
+            asyncio.get_running_loop().call_later(_REPEAT_S, self._repeat, result.epoch)
+
+    def _repeat(self, epoch: int) -> None:
+        group = self._engine.core.membership.groups.get(epoch)
+        if group is not None and group.is_outdated and self._stored is not None and not self._is_updating:
+            self._send_switch(group, self._stored)
 
     def _note_end(self, task: asyncio.Task[weights_pb2.UpdateWeightsResponse]) -> None:
         self._is_updating = False
@@ -177,7 +187,7 @@ class Weights:
             )
             async with self._paused(_PAUSES_ON_UPDATE[request.on_update]):
                 await self._documents.put(self._key, version.SerializeToString())
-                self._stored = version
+                self._stored, self._stored_update = version, self._update
                 self._problems.clear()
                 num_requests = core.lifecycle.num_unfinished
                 for group in core.groups:
@@ -187,6 +197,12 @@ class Weights:
             drop = worker_pb2.DropWeights(update=self._update)
             for group in core.groups:
                 self._sender.send_weights(group.connection, worker_pb2.SchedulerMessage(drop_weights=drop))
+            if self._stored is not None:
+                # Preparing other weights has interrupted workers that were changing to the stored ones.
+                self._stored_update = _new_id()
+                for group in core.groups:
+                    if group.is_outdated:
+                        self._send_switch(group, self._stored)
             raise
         logger.info("changed the weights", extra={"version": version.version, "weights_root": root})
         names = {group.group_id for group in groups}
@@ -206,7 +222,7 @@ class Weights:
     def _send_switch(self, group: WorkerGroup, version: weights_pb2.WeightsVersion) -> None:
         switch = worker_pb2.SwitchWeights(
             epoch=group.epoch,
-            update=self._update,
+            update=self._stored_update,
             path=version.path,
             weights_root=version.weights_root,
             weights_version=version.version,
@@ -253,7 +269,8 @@ class Weights:
         except TimeoutError:
             raise DeadlineError(f"{group.group_id} did not load the weights in time") from None
         finally:
-            self._answers.pop(group.epoch, None)
+            if self._answers.get(group.epoch) is answer:
+                del self._answers[group.epoch]
         return answer.result()
 
 

@@ -117,6 +117,38 @@ def test_weights_of_another_model_may_join_only_once_they_are_named() -> None:
     assert [group.group_id for group in harness.core.groups] == ["b"]
 
 
+def test_a_group_may_return_with_the_weights_before_the_last_ones() -> None:
+    """A worker that was away during the second change, and has those of the first."""
+    harness = started("a")
+    change(harness, NEW)
+    change(harness, NEXT)
+    harness.add_group("a", kind=NEW)
+    assert harness.group("a").is_outdated
+    harness.add_group("a", kind=NEXT)
+    harness.run()
+    assert {*harness.ended} == {"r"}
+
+
+def test_requests_wait_while_workers_change_their_weights() -> None:
+    harness = Harness(model_fingerprint="old")
+    harness.add_group("a", kind=OLD)
+    change(harness, NEW)
+    harness.submit("r", [50, 51], 2, is_detached=True)
+    for _ in range(4):  # more than the time after which requests fail without a worker
+        harness.advance(20_000)
+    harness.add_group("a", kind=OLD)  # it was restarted, and is told to change its weights
+    harness.turn()
+    assert not harness.ended
+    harness.add_group("a", kind=NEW)
+    harness.run()
+    assert {*harness.ended} == {"r"}
+    # A worker that does not return has been lost.
+    change(harness, NEXT)
+    harness.submit("s", [50, 51], 2, is_detached=True)
+    harness.advance(700_000)
+    assert "s" in harness.ended
+
+
 def test_a_group_that_has_the_weights_already_is_not_disturbed() -> None:
     harness = started("a")
     epoch = harness.groups["a"].epoch
