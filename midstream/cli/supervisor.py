@@ -153,7 +153,10 @@ class Supervisor:
             # The parts of a shared process stop in this order, too, once it is told to stop.
             mine = [process for process in left if any(spec.kind in kinds for spec in process.specs)]
             left = [process for process in left if process not in mine]
-            await asyncio.gather(*(process.stop(min(timeout_s, self._max_stop_s)) for process in mine))
+            # A shared process also stops its scheduler, which the streams of other routers need.
+            for is_shared in (False, True):
+                group = [process for process in mine if (len(process.specs) > 1) is is_shared]
+                await asyncio.gather(*(process.stop(min(timeout_s, self._max_stop_s)) for process in group))
 
     def _set_phase(self, phase: ProcessPhase) -> None:
         self.state = replace(self.state, phase=phase)

@@ -18,7 +18,7 @@ from midstream.rpc.connection import FrameHandler
 
 # Number of messages not yet handled from which on the connection is not writable. The size of a message is not known
 # without serializing it, but writers that wait until a connection is writable limit the size of their batches.
-_MAX_UNREAD = 4
+_MAX_UNREAD = 64
 
 
 class LocalConnection:

@@ -9,7 +9,7 @@ from router.parsers.tagged_values import arguments_of
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 MARKS = (_OPENING, _CLOSING, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_PAIR = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
 def script(machine: Machine) -> Steps[None]:

@@ -133,18 +133,20 @@ class Literals:
 
     def _string(self, quote: str) -> str:
         parts: list[str] = []
-        text = self._text
+        text, end = self._text, self._end_of_string(quote)
         while True:
-            end, escape = self._end_of_string(quote), text.find("\\", self.position)
             if end == -1:
                 raise LiteralError("unterminated string")
-            if escape == -1 or end < escape:
+            escape = text.find("\\", self.position, end)
+            if escape == -1:
                 parts.append(text[self.position : end])
                 self.position = end + len(quote)
                 return "".join(parts)
             parts.append(text[self.position : escape])
             self.position = escape + 1
             parts.append(self._escaped())
+            if self.position > end:
+                end = self._end_of_string(quote)
 
     def _end_of_string(self, quote: str) -> int:
         """Return the position of the quote that ends the string, regardless of escapes; -1 if there is none."""

@@ -81,6 +81,7 @@ class Machine:
         self._space = ""  # white space that was trimmed from the answer before the last marker
         self._gap = ""  # white space that belongs between the answer so far and any further text
         self._has_text = False
+        self._has_put_back = False  # then a value ends at its first marker, so that no text is read more than twice
         self._late = ""  # a marker that is left out of the answer once
         self._num_calls = 0
         self._events: list[Event] = []
@@ -176,7 +177,18 @@ class Machine:
                 return found
             if found == self._late:
                 self._late = ""
-            yield from self.take_space()
+            elif self._has_text and not found.startswith("<|"):
+                # Such a marker may also be a part of the answer, unless it is at its end.
+                space, after = self._space, (yield from self.take_space())
+                mark = yield from self.accept(*markers, *left_out)
+                is_inside = mark is None and bool((yield from self.peek()))
+                self.unread(after + (mark or ""))
+                if is_inside:
+                    self._space = ""
+                    self.text(space + found)
+                    continue
+            space, self._space = self._space, ""
+            self._keep_gap(space + (yield from self.take_space()))
 
     def leave_out(self, marker: str) -> None:
         """Leave the next `marker` between calls out of the answer, with the white space around it."""
@@ -229,14 +241,18 @@ class Machine:
             restart: Text that cannot follow a marker within a value.
             certain: Markers that also end a value.
         """
-        text, first = "", None
+        text, first, is_in_value = "", None, False
         while True:
             part, found = yield from self.take_until(*certain, marker)
             text += part
             if not found and first is not None:
+                self._has_put_back = True
                 self.unread(text[first + len(marker) :])
                 return text[:first], marker
-            if found != marker or text.rfind(value[0]) <= text.rfind(value[1]):
+            opened, closed = part.rfind(value[0]), part.rfind(value[1])
+            if opened != closed:
+                is_in_value = opened > closed
+            if found != marker or not is_in_value or self._has_put_back:
                 return text, found
             space = yield from self.take_space()
             if restart and (yield from self.accept(restart)):

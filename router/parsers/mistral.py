@@ -40,8 +40,8 @@ def _named(machine: Machine, raw: str) -> Steps[bool]:
         call_id, mark = yield from machine.take_until(ARGS, MARK)
         raw += call_id + mark
     if mark in ("", MARK):
-        machine.settle(None, raw.removesuffix(MARK) if mark else raw)
         machine.unread(mark)
+        machine.settle(None, raw.removesuffix(MARK) if mark else raw)
         return False
     if mark == "{":
         machine.unread("{")

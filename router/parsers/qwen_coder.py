@@ -14,7 +14,7 @@ from router.parsers.tagged_values import arguments_of
 
 _FUNCTION, _END = "<function=", "</function>"
 _PARAMETER_BEGIN, _PARAMETER_END = "<parameter=", "</parameter>"
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 QWEN = ("<tool_call>", "</tool_call>")
 SEED_OSS = ("<seed:tool_call>", "</seed:tool_call>")
 
@@ -35,7 +35,11 @@ def between(opening: str, closing: str, *, has_lines: bool) -> Script:
             if mark == opening:
                 raw += yield from machine.take_space()
                 if not (yield from machine.accept(_FUNCTION)):
-                    body, end = yield from machine.take_until(closing)
+                    # The tag was only mentioned if a call begins later.
+                    body, end = yield from machine.take_until(closing, opening, _FUNCTION)
+                    if end != closing:
+                        machine.unread(end)
+                        end = ""
                     machine.settle(None, raw + body + end)
                     continue
                 raw += _FUNCTION

@@ -40,7 +40,8 @@ class Sections:
                 mark = ""
             if (yield from self._section(machine, mark, ends[mark or self.call])):
                 yield from machine.after_call()
-                if not mark and (yield from machine.accept(self.end)):  # the end of a section without a beginning
+                # The end of a section without a beginning.
+                if not mark and (yield from machine.accept(*filter(None, ends.values()))):
                     yield from machine.after_call()
 
     def _section(self, machine: Machine, begin: str, end: str) -> Steps[bool]:

@@ -164,12 +164,12 @@ async def test_a_writer_waits_until_its_peer_has_read() -> None:
         back.post(batch(0))  # it has not been read, so neither is what is sent after it
         pump.run()
         assert not back.is_writable
-        assert next(left) == 4  # four messages are unread
+        assert next(left) == 64  # as many messages are unread
         assert not here.seen
         async with asyncio.timeout(WAIT_S):
             while len(here.seen) < 100:  # noqa: ASYNC110 (they arrive in this process)
                 await asyncio.sleep(0)
-        assert numbers(here.seen) == [*range(4), *range(5, 101)]
+        assert numbers(here.seen) == [*range(64), *range(65, 101)]
         assert back.is_writable
 
 

@@ -68,6 +68,24 @@ def test_events_depend_on_the_text_so_far_alone(tools: str) -> None:
             assert joined(events + parser.finish()) == end
 
 
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        ("qwen3_coder", "<function=weather><parameter=city></tool_call>" * 3000),
+        ("qwen3_coder", "<tool_call><function=weather>" + "<parameter=" * 5000),
+        ("glm45", "<tool_call>weather<arg_value></tool_call>x" * 3000),
+        ("glm45", "<tool_call>weather<arg_key>" + "</arg_key><arg_value>" * 5000),
+        ("lfm2", '<|tool_call_start|>[weather(city="' + '\\t"x' * 5000 + '")'),
+        ("minimax_m2", '<minimax:tool_call><invoke name="weather"><parameter name="city"></invoke>' * 3000),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_the_time_for_a_malformed_text_grows_with_its_length(tools: str, text: str) -> None:
+    begin = time.process_time()
+    whole(model_format(tools).parser(OFFER), text)
+    assert time.process_time() - begin < 2
+
+
 def test_many_malformed_calls_are_read_fast() -> None:
     """An escaped quote does not end a string, so each call appears to continue to the end of the text."""
     for end in ("", '"</tool_call>'):

@@ -422,6 +422,12 @@ GOOD = [
     Transcript("granite", f"See.\n<|tool_call|> [{_json(OSLO)}, {_json(NOW)}]\nDone.", "See.\nDone.", [OSLO, NOW]),
     Transcript("gemma4", "Hi.<|channel>thought\n<channel|><channel|>", "Hi.", reasons_by="gemma4"),
     Transcript("granite", "<think>Hm.</think><response>Hi.</response>", "Hi.", [], "Hm.", "think"),
+    # In the answer, the markers are text.
+    Transcript(
+        "granite",
+        "Here:\n```xml\n<response>\n  <ok/>\n</response>\n```",
+        "Here:\n```xml\n<response>\n  <ok/>\n</response>\n```",
+    ),
     Transcript("granite", f"<tool_call>[{_json(TOKYO)}]</tool_call>", "", [TOKYO]),
     Transcript("granite", f"<|tool_call|>[{_json(OSLO)}, {{", "{", [OSLO]),
     Transcript("phi4_mini_json", f"functools[{_json(OSLO)}]", "", [OSLO]),
