@@ -81,7 +81,7 @@ _METHODS = {
 }
 _GRPC = {prefix + name: roles for prefix, methods in _METHODS.items() for name, roles in methods.items()}
 # Beginnings of the paths in router/protocols/live_weights.py.
-_LIVE_WEIGHTS = (
+LIVE_WEIGHTS = (
     "/pause", "/resume", "/is_paused", "/continue_generation", "/abort_request", "/reset_prefix_cache", "/flush_cache",
     "/weight_", "/get_weight_version", "/update_weight", "/init_weight", "/start_weight_update",
     "/finish_weight_update", "/destroy_weights_update_group", "/collective_rpc", "/is_sleeping", "/sleep", "/wake_up",
@@ -104,7 +104,7 @@ _HTTP = (
     ("/metrics", _OBSERVE),
     ("/dashboard/feed", _OBSERVE),
     ("/ledger", _ADMIN),
-    *((prefix, _ADMIN) for prefix in _LIVE_WEIGHTS),
+    *((prefix, _ADMIN) for prefix in LIVE_WEIGHTS),
 )
 
 

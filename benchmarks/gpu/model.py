@@ -101,6 +101,9 @@ class RandomWeights:
     def embedding(self) -> _Matrix:
         return self._matrix(len(self._shard.tokens), self._description.hidden_size)
 
+    def embedding_norm(self) -> None:
+        return None
+
     def head(self) -> _Matrix:
         return self._matrix(len(self._shard.tokens), self._description.hidden_size)
 

@@ -131,6 +131,7 @@ def test_a_follower_releases_its_graphs(communicator: Communicator, monkeypatch:
         description=description,
         part=description,
         kv_dtype=torch.float32,
+        is_encoder=False,
     )
     monkeypatch.setattr(follower, "load_model", lambda *_: model)
     monkeypatch.setattr(follower, "graph_decoder", lambda *_, share: graphs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import subprocess
@@ -27,6 +28,8 @@ from tests.integration.api_clients import ApiClients, Case, infer_request
 from tests.integration.service import Service, eventually_idle
 
 CONTEXT = 64
+# Calls with which an administrator stops the requests of others; without authentication, a local client is one.
+STOPPING = ("/pause", "/pause_generation", "/abort_requests", "/abort_request")
 NUM_REQUESTS = 150
 SCHEMATHESIS_S = 10
 TOOLS = "{% if tools %}Call them within <tool_call></tool_call>: {{ tools | tojson }}\n{% endif %}"
@@ -146,6 +149,7 @@ async def test_random_json_in_every_field(clients: ApiClients) -> None:
         path: operations["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
         for path, operations in document["paths"].items()
         if "application/json" in operations.get("post", {}).get("requestBody", {}).get("content", {})
+        and path not in STOPPING
     }
     good = {"prompt": "so", "messages": [{"role": "user", "content": "so"}], "tokens": [1], "max_tokens": 4}
     good |= {"text_input": "so", "inputs": [{"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["so"]}]}
@@ -254,6 +258,7 @@ async def test_schemathesis_finds_no_server_error(clients: ApiClients, tmp_path:
         str(Path(sys.executable).parent / "schemathesis"), "run", f"http://127.0.0.1:{clients.http_port}/openapi.json",
         "--checks", "not_a_server_error", "--max-time", str(SCHEMATHESIS_S), "--seed", "1", "--workers", "1",
         "--request-timeout", "30", "--suppress-health-check", "all", "--report-dir", str(tmp_path),
+        *itertools.chain.from_iterable(("--exclude-path", path) for path in STOPPING),
     ]  # fmt: skip
     run = await asyncio.to_thread(
         subprocess.run, command, check=False, capture_output=True, text=True, timeout=550, cwd=tmp_path
