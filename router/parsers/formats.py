@@ -24,6 +24,7 @@ from router.parsers import (
     solar,
 )
 from router.parsers.guides import CallGrammar, TaggedArguments
+from router.parsers.json_calls import ReadCall, read_call, read_keyed_call
 from router.parsers.machine import Machine, Offer, Script
 from router.parsers.reasoning import ThinkTags, after_thinking, plain, unwrapped
 
@@ -63,22 +64,16 @@ def _deepseek(template: str) -> CallGrammar:
     return CallGrammar(deepseek.BEGIN, f"{call}NAME{separator}", end, "", deepseek.END)
 
 
-def _json_list(marks: Mapping[str, str], name: str = "name", arguments: str = "arguments") -> _Grammar:
-    """Return the grammar of calls in an array after the first of the marks that the template has."""
+def _json_calls(
+    marks: Mapping[str, str], keys: tuple[str, str] = ("name", "arguments"), *, is_list: bool = True
+) -> _Grammar:
+    """Return the grammar of calls in an array, or of one call, after the first of the marks that the template has."""
+    opening, separator, closing = ("[", ", ", "]") if is_list else ("", None, "")
 
     def grammar(template: str) -> CallGrammar:
         mark = next((mark for mark in marks if mark in template), next(iter(marks)))
-        return CallGrammar(f"{mark}[", f'{{"{name}": "NAME", "{arguments}": ', "}", ", ", f"]{marks[mark]}")
-
-    return grammar
-
-
-def _json_object(marks: Mapping[str, str]) -> _Grammar:
-    """As _json_list, for a single call."""
-
-    def grammar(template: str) -> CallGrammar:
-        mark = next((mark for mark in marks if mark in template), next(iter(marks)))
-        return CallGrammar(mark, '{"name": "NAME", "arguments": ', "}", None, marks[mark])
+        call = f'{{"{keys[0]}": "NAME", "{keys[1]}": '
+        return CallGrammar(mark + opening, call, "}", separator, closing + marks[mark])
 
     return grammar
 
@@ -182,13 +177,19 @@ class ToolFormat:
     wrappers: tuple[str, ...] = ()
 
 
-def _json_format(marks: Mapping[str, str], grammar: _Grammar, wrappers: tuple[str, ...] = ()) -> ToolFormat:
+def _json_format(
+    marks: Mapping[str, str], grammar: _Grammar, wrappers: tuple[str, ...] = (), read: ReadCall = read_call
+) -> ToolFormat:
     every = tuple(dict.fromkeys((*marks, *filter(None, marks.values()))))
-    return ToolFormat(json_lists.after(marks), (*every, *wrappers), grammar=grammar, wrappers=wrappers)
+    return ToolFormat(json_lists.after(marks, read), (*every, *wrappers), grammar=grammar, wrappers=wrappers)
 
 
 def _list_format(marks: Mapping[str, str], wrappers: tuple[str, ...] = ()) -> ToolFormat:
-    return _json_format(marks, _json_list(marks), wrappers)
+    return _json_format(marks, _json_calls(marks), wrappers)
+
+
+def _object_format(marks: Mapping[str, str]) -> ToolFormat:
+    return _json_format(marks, _json_calls(marks, is_list=False))
 
 
 def _hermes_format(wrappers: tuple[str, ...] = ()) -> ToolFormat:
@@ -213,10 +214,10 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "phi4_mini_json": _list_format(json_lists.PHI4_MINI),
     "hunyuan_a13b": _list_format(json_lists.HUNYUAN),
     "nemotron_json": _list_format(json_lists.NEMOTRON),
-    "apertus": _json_format(json_lists.APERTUS, _apertus),
-    "granite-20b-fc": _json_format(json_lists.GRANITE_20B, _json_object(json_lists.GRANITE_20B)),
-    "gigachat3": _json_format(json_lists.GIGACHAT, _json_object(json_lists.GIGACHAT)),
-    "internlm": _json_format(json_lists.INTERNLM, _json_object(json_lists.INTERNLM)),
+    "apertus": _json_format(json_lists.APERTUS, _apertus, read=read_keyed_call),
+    "granite-20b-fc": _object_format(json_lists.GRANITE_20B),
+    "gigachat3": _object_format(json_lists.GIGACHAT),
+    "internlm": _object_format(json_lists.INTERNLM),
     "solar_open": ToolFormat(
         solar.script,
         (solar.BEGIN, solar.END, solar.CALL, solar.NAME, solar.ARGUMENTS, solar.CALL_END, *solar.WRAPPERS),
@@ -225,7 +226,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     ),
     "cohere_command": _json_format(
         json_lists.COMMAND,
-        _json_list(json_lists.COMMAND, "tool_name", "parameters"),
+        _json_calls(json_lists.COMMAND, ("tool_name", "parameters")),
         ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
     ),
     "lfm2": ToolFormat(pythonic.between(*pythonic.LFM2), pythonic.LFM2, grammar=_lfm2),

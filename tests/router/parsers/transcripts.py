@@ -610,6 +610,7 @@ MALFORMED = [
     ("phi4_mini_json", "functools.cache or functools[0]"),
     ("hunyuan_a13b", '<tool_calls>[{"name": "weather"'),
     ("nemotron_json", "<TOOLCALL>none"),
+    ("hermes", '<tool_call>{"weather": {"city": "Oslo"}}</tool_call>'),
     ("apertus", '<|tools_prefix|>[{"rm": {}}]<|tools_suffix|>'),
     ("gigachat3", "a function call<|role_sep|>none"),
     ("granite-20b-fc", '<function_call> {"name": "weather"'),
