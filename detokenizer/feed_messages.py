@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from midstream.chunk import (
     FinishReason,
@@ -12,11 +11,12 @@ from midstream.chunk import (
     matched_stop_from_proto,
     weights_from_proto,
 )
+from midstream.record import record
 from midstream.text.sequence import TextRules
 from protos import scheduler_pb2 as pb
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Opened:
     """The first message for a request, sent before its tokens."""
 
@@ -29,7 +29,7 @@ class Opened:
     return_receipt: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SequenceEnd:
     """The end of a sequence; `num_tokens` is the length of its output, without the prompt.
 

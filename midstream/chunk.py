@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from midstream.errors import MidstreamError, from_proto
 from midstream.extras import Extras, extras_from_proto
+from midstream.record import record
 from protos import generation_pb2 as pb
 from protos import receipts_pb2, scheduler_pb2, weights_pb2
 
@@ -42,7 +43,7 @@ def finish_reason_from_proto(number: int) -> FinishReason | None:
     return _REASONS.get(number)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Usage:
     """Token counts of one request; the number of completion tokens is the sum over all sequences."""
 
@@ -51,7 +52,7 @@ class Usage:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PerfMetrics:
     """Times of a request's events, in nanoseconds since the Unix epoch (0 if not yet), and counters."""
 
@@ -70,7 +71,7 @@ class PerfMetrics:
 _PERF_FIELDS = tuple(PerfMetrics.__dataclass_fields__)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Validation:
     """Whether an output matches a schema that was not fully enforced: it does if there are no errors."""
 
@@ -87,7 +88,7 @@ class Validation:
         return Validation(tuple(message.errors) or (() if message.is_valid else ("is not valid",)))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WeightsPart:
     """The version of the weights that computed a sequence's tokens from an index on, up to the next part.
 

@@ -7,13 +7,14 @@ loss of a process; readers drop those that they already have.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from midstream.record import record
 from protos import generation_pb2 as pb
 from protos import scheduler_pb2
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LogProbs:
     """Log probabilities of consecutive tokens: row i belongs to token i and has the `top_k` most likely entries."""
 
@@ -80,7 +81,7 @@ class LogProbs:
 CONTEXT = "context_"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Tensor:
     """A piece of a dense, row-major, little-endian tensor: some of its rows.
 
@@ -127,7 +128,7 @@ class Tensor:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Extras:
     """Additional outputs of a chunk."""
 

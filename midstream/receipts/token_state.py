@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from midstream.client import AsyncClient
 from midstream.errors import InvalidArgumentError, NotFoundError, ReceiptError, UnsupportedError
@@ -18,12 +17,13 @@ from midstream.receipts.audit import Verdict, again, check_offline, differing_le
 from midstream.receipts.evidence import Evidence
 from midstream.receipts.jwk import ReceiptKey
 from midstream.receipts.verify import Statement, check_receipt
+from midstream.record import record
 from protos import generation_pb2 as pb
 
 MAX_TOP = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Candidate:
     """A token that could have been chosen.
 
@@ -39,7 +39,7 @@ class Candidate:
     probability: float
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TokenState:
     """How a token was chosen.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from midstream.record import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TextDelta:
     """A piece of the answer.
 
@@ -17,14 +19,14 @@ class TextDelta:
     start: int = field(default=0, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ReasoningDelta:
     """A piece of the model's reasoning, which precedes its answer."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CallBegin:
     """A tool call begins.
 
@@ -39,7 +41,7 @@ class CallBegin:
     call_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CallArguments:
     """A piece of a call's arguments; the pieces together are the text of a JSON object."""
 
@@ -47,7 +49,7 @@ class CallArguments:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CallEnd:
     """A call is complete."""
 

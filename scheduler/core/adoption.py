@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from midstream.record import record
 from scheduler.core.request import Request, Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AdoptedBlock:
     """A block to adopt, at `index` in a sequence's block table, and its content hash."""
 

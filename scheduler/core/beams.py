@@ -26,8 +26,9 @@ import math
 from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as TypingSequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from midstream.record import record
 
 if TYPE_CHECKING:
     from scheduler.core.request_spec import RequestSpec
@@ -43,7 +44,7 @@ _ROUNDING = 1e-9
 Candidate = tuple[int, float]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class BeamStep:
     """One step: entry i extends the beam of rank parents[i] by token_ids[i]. The best entries come first.
 
@@ -63,7 +64,7 @@ class BeamStep:
     stop_words: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Beam:
     """Output tokens (array type 'I') with their log probabilities (array type 'f'), and the sum of the log
     probabilities.
@@ -85,7 +86,7 @@ class Beam:
         return Beam(tokens, log_probs, places, self.cumulative + log_prob)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EndedBeam:
     """A beam that ended with a stop token, a stop sequence or a stop word, or else at its maximum length."""
 

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from midstream.record import record
 from scheduler.core.prefix_cache import PrefixCache
 from scheduler.core.request_spec import DEFAULT_RETENTION_PRIORITY
 
@@ -27,7 +28,7 @@ class BlockCounts:
     evicted: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Retention:
     """Retention priority of a cached block; without a duration, it holds until the block is evicted."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from midstream.record import record
 from scheduler.core.failure import Failure
 from scheduler.core.kind import EarlierKind, Kind
 from scheduler.core.prefix_cache import KvChange
@@ -11,7 +12,7 @@ from scheduler.core.request import Request, Sequence
 from scheduler.core.stats import IterationStats
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Accepted:
     """Answer to Submitted: the request is accepted, or is already known."""
 
@@ -19,7 +20,7 @@ class Accepted:
     is_attached: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Refused:
     """Answer to Submitted: the request is rejected. `retry_after_ms` is set if a retry may succeed."""
 
@@ -28,7 +29,7 @@ class Refused:
     retry_after_ms: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Emitted:
     """New tokens, to be committed and then published: sequence i has `lengths[i]` output tokens."""
 
@@ -36,7 +37,7 @@ class Emitted:
     lengths: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class BeamsAdvanced:
     """A beam search has completed `num_steps` steps, which are to be committed.
 
@@ -52,7 +53,7 @@ class BeamsAdvanced:
     num_reported: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class KindSet:
     """The kind of the groups that compute a request from now on, to be committed.
 
@@ -68,14 +69,14 @@ class KindSet:
     earlier: tuple[EarlierKind, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SequenceEnded:
     """A sequence's end was set, or was changed because a stop word was found at an earlier position."""
 
     sequence: Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RequestEnded:
     """All sequences of a request have ended; emitted once for each accepted request.
 
@@ -87,14 +88,14 @@ class RequestEnded:
     sequences: list[Sequence]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RequestForgotten:
     """An ended request was dropped; it can no longer be resumed."""
 
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GroupJoined:
     """Answer to WorkerRegistered: the group has joined, under a new epoch."""
 
@@ -103,7 +104,7 @@ class GroupJoined:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GroupRefused:
     """Answer to WorkerRegistered: the worker is incompatible, because of `field` in its registration."""
 
@@ -112,7 +113,7 @@ class GroupRefused:
     field: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EpochEnded:
     """Tell a worker to drop all state and register again."""
 
@@ -121,7 +122,7 @@ class EpochEnded:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FetchBlocks:
     """Ask a group to fetch blocks from the group with this store and source; answered by BlocksFetched."""
 
@@ -172,7 +173,7 @@ class StepPlan:
     reports_digests: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Fork:
     """Makes `to_row` a copy of `from_row`, with the block table `block_ids`."""
 
@@ -181,7 +182,7 @@ class Fork:
     block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AddedSequence:
     """A snapshot of a sequence, taken when it is placed in a row."""
 
@@ -191,14 +192,14 @@ class AddedSequence:
     block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class IterationDone:
     """A step's result was applied; see SchedulerCore.report_iterations."""
 
     stats: IterationStats
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class KvChanged:
     """Blocks were stored in or removed from a group's prefix cache."""
 
@@ -206,7 +207,7 @@ class KvChanged:
     changes: list[KvChange]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkerWrong:
     """A group's results differ from those of other groups; it is held off until its process restarts.
 
@@ -221,7 +222,7 @@ class WorkerWrong:
     unproved_requests: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PolicyFailed:
     """A scheduling policy raised an exception in one of its methods, for the first time with this message."""
 

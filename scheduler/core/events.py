@@ -5,8 +5,9 @@ Times are in nanoseconds, measured by the process's steady clock (midstream/cloc
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from midstream.record import record
 from scheduler.core.beams import BeamStep
 from scheduler.core.failure import Failure
 from scheduler.core.kind import EarlierKind, Kind
@@ -15,7 +16,7 @@ from scheduler.core.request import ExtraOutput, Finish, SequenceEnd
 from scheduler.core.request_spec import RequestSpec
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Submitted:
     """A router submits a request; answered by Accepted or Refused."""
 
@@ -23,7 +24,7 @@ class Submitted:
     spec: RequestSpec
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Recovered:
     """A request was read from the journal.
 
@@ -49,7 +50,7 @@ class Recovered:
     earlier_kinds: tuple[EarlierKind, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AbortRequested:
     """A client aborts a request."""
 
@@ -57,7 +58,7 @@ class AbortRequested:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Attached:
     """A detokenizer attached to the request's feed."""
 
@@ -65,7 +66,7 @@ class Attached:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Detached:
     """A detokenizer detached from the request's feed."""
 
@@ -73,7 +74,7 @@ class Detached:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StopWordFound:
     """A detokenizer found a stop word: the sequence ends with its first `num_tokens` tokens."""
 
@@ -84,7 +85,7 @@ class StopWordFound:
     stop_word: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkerRegistered:
     """A worker group registers; answered by GroupJoined or GroupRefused.
 
@@ -147,7 +148,7 @@ class WorkerRegistered:
         return widest
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WeightsHashed:
     """A group has hashed its weights completely since it registered.
 
@@ -163,7 +164,7 @@ class WeightsHashed:
     block_kind: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkerBeat:
     """A heartbeat of a worker, with the blocks stored in and removed from its tiers since the last one."""
 
@@ -176,7 +177,7 @@ class WorkerBeat:
     removed_hashes: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkerLeft:
     """A worker group deregisters; its requests move to other groups."""
 
@@ -186,7 +187,7 @@ class WorkerLeft:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkerLost:
     """The connection of a worker group was lost: its process died, or the network failed."""
 
@@ -194,7 +195,7 @@ class WorkerLost:
     connection: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkerFailed:
     """A worker sent an invalid message or one that could not be processed, or did not answer in time."""
 
@@ -203,7 +204,7 @@ class WorkerFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepDone:
     """A step's result.
 
@@ -238,7 +239,7 @@ class StepDone:
     logit_digests: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class BlocksFetched:
     """Answer to FetchBlocks: a group has fetched blocks of another group, or failed to."""
 
@@ -249,7 +250,7 @@ class BlocksFetched:
     missing_hashes: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WeightsChanged:
     """All groups are to have these weights from now on; requests continue under them. The fields are as in Kind."""
 
@@ -258,7 +259,7 @@ class WeightsChanged:
     weights_root: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GenerationPaused:
     """No step runs from now on, until GenerationResumed."""
 
@@ -266,21 +267,21 @@ class GenerationPaused:
     mode: PauseMode
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GenerationResumed:
     """Steps run again."""
 
     time_ns: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Turn:
     """All pending events have been applied: run timers, place requests, plan steps."""
 
     time_ns: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DrainStarted:
     """The scheduler stops accepting requests."""
 

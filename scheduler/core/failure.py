@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from midstream.record import record
 
 INVALID_ARGUMENT = 3
 DEADLINE_EXCEEDED = 4
@@ -12,7 +12,7 @@ INTERNAL = 13
 UNAVAILABLE = 14
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Failure:
     """Why a request was rejected or ended in error. `code` is a gRPC status code."""
 

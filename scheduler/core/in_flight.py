@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from midstream.record import record
 from scheduler.core.adoption import Adoption
 from scheduler.core.request import Request, Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LastGeneration:
     """The generating rows that the worker would repeat, and their `generation_version`, which is -1 if there are
     none.

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 from midstream import kv_hashes
+from midstream.record import record
 from scheduler.core.adoption import Adoption
 from scheduler.core.request import Sequence
 from scheduler.core.request_spec import RequestSpec
@@ -41,14 +42,14 @@ class BlocksStored:
     priorities: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class BlocksRemoved:
     """Blocks are no longer findable."""
 
     block_hashes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CacheCleared:
     """The group's whole cache was dropped."""
 
@@ -71,7 +72,7 @@ def extend_hashes(sequence: Sequence, num_blocks: int, tokens_per_block: int) ->
     return hashes
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Hits:
     """The longest findable prefix of a sequence's known tokens.
 

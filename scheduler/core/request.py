@@ -14,6 +14,7 @@ from collections.abc import Sequence as TypingSequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from midstream.record import record
 from scheduler.core.beams import BeamSearch, BeamStep, Candidate
 from scheduler.core.failure import Failure
 from scheduler.core.kind import EarlierKind, Kind
@@ -314,7 +315,7 @@ class Counters:
     num_kind_changes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Finish:
     """The record of an ended request, without its output."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+
+from midstream.record import record
 
 DEFAULT_RETENTION_PRIORITY = 35
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RetentionRange:
     """Blocks of the prompt tokens [start, end) are kept with `priority`, for `duration_ns` after their last use."""
 
@@ -18,7 +19,7 @@ class RetentionRange:
     duration_ns: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(kw_only=True)
 class RequestSpec:
     """Immutable parameters of a request.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from midstream.record import record
+
 LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _BUCKETS_NS = tuple(int(seconds * 1e9) for seconds in LATENCY_BUCKETS_S)
 
@@ -61,7 +63,7 @@ class Totals:
     request_queue_time: Histogram = field(default_factory=Histogram)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(kw_only=True)
 class RequestCounts:
     """Number of requests by state; a request is active from its start on unless it waits to continue."""
 
@@ -71,7 +73,7 @@ class RequestCounts:
     max_num_active: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(kw_only=True)
 class KvStats:
     """Block statistics of one group, or of all groups together, in blocks of the scheduler's size; counters start when
     a group joins.
@@ -89,7 +91,7 @@ class KvStats:
     evicted: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(kw_only=True)
 class StepStats:
     """Counts for a step and its result."""
 
@@ -112,7 +114,7 @@ class StepStats:
         return self.num_context_requests + self.num_generation_requests
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(kw_only=True)
 class IterationStats:
     """One iteration of a worker group, from a step's plan to its result; if the group id is empty, the state of all
     groups.

@@ -11,9 +11,9 @@ import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from operator import attrgetter
 
+from midstream.record import record
 from scheduler.core.adoption import Adoptions
 from scheduler.core.block_manager import BlockManager
 from scheduler.core.block_tables import BlockTables
@@ -37,7 +37,7 @@ _MAX_ADOPTED_BYTES, _MAX_ADOPTED_BLOCKS = 32 << 20, 1024
 _MAX_STORED = 1 << 23
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StartCost:
     """Resources of a group that are needed to start a request, or some of its sequences.
 

@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar, cast
 
 from midstream.clock import SteadyClock
 from midstream.errors import InvalidArgumentError
+from midstream.record import record
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class DocumentKey:
     id: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Document:
     """A stored document.
 
@@ -155,7 +156,7 @@ class Documents:
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *arguments))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Query:
     """Parameters of a listing; fields as in `Documents.list`."""
 

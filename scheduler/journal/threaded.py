@@ -17,10 +17,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 from midstream.clock import SteadyClock
+from midstream.record import record
 from scheduler.core.request import Request
 from scheduler.journal import Journal, JournalContents, JournalEntry, JournalError, LostError
 from scheduler.journal.adapters import encode_adapter, read_adapters
@@ -37,13 +37,13 @@ T = TypeVar("T")
 _CHECK_INTERVAL_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Commit:
     entries: list[JournalEntry]
     then: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Known:
     requests: list[Request]
 
