@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from midstream.clock import SteadyClock
 from midstream.errors import OverloadedError, from_status
@@ -46,7 +47,7 @@ from scheduler.edge.beam_outputs import report_beams
 from scheduler.edge.broadcast import Broadcast
 from scheduler.edge.dispatch import Dispatcher
 from scheduler.edge.feed import FeedHub
-from scheduler.journal import Journal, JournalEntry, is_entry
+from scheduler.journal import ENTRY_CLASSES, Journal, JournalEntry
 from scheduler.wire.worker_messages import WorkerEvent
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,21 @@ class Engine:
         self._idle = asyncio.Event()
         self._awaited: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._uncommitted: dict[str, list[Callable[[], None]]] = {}
+        self._carry_out: dict[type[Any], Callable[[Any], object]] = {
+            **dict.fromkeys(ENTRY_CLASSES, self._entries.append),
+            Accepted: self._write_accepted,
+            BeamsAdvanced: self._write_beams,
+            StepPlan: dispatcher.send_step,
+            FetchBlocks: dispatcher.send_fetch,
+            IterationDone: self._report_iteration,
+            GroupJoined: self._join,
+            GroupRefused: dispatcher.send_refused,
+            EpochEnded: dispatcher.send_epoch_ended,
+            KvChanged: self._report_kv_changes,
+            Refused: _ignore,
+            WorkerWrong: log_effect,
+            PolicyFailed: log_effect,
+        }
         self.on_joined: Callable[[bytes, int], None] = lambda *_: None
         self.on_ended: list[Callable[[Request, bool], None]] = []
 
@@ -133,12 +149,7 @@ class Engine:
             for observe in self._observers:
                 observe(event, effects)
         for effect in effects:
-            if isinstance(effect, BeamsAdvanced):
-                report_beams(effect.request, effect.num_reported)
-            if is_entry(effect):
-                self._entries.append(effect)
-            else:
-                self._carry_out(effect)
+            self._carry_out[type(effect)](effect)
         return effects
 
     def recover(self, requests: list[Recovered]) -> None:
@@ -227,57 +238,53 @@ class Engine:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _carry_out(self, effect: Effect) -> None:
-        if isinstance(effect, StepPlan):
-            self._dispatcher.send_step(effect)
-        elif isinstance(effect, FetchBlocks):
-            self._dispatcher.send_fetch(effect)
-        elif isinstance(effect, IterationDone):
-            self._iterations.append(effect.stats)
-        elif isinstance(effect, GroupJoined):
-            self._dispatcher.send_joined(effect)
-            group = self.core.membership.groups[effect.epoch]
-            if self.core.config.verify_ppm and (text := what_is_verified(group, self.core.groups)):
-                logger.warning("%s", text)
-            self.on_joined(effect.connection, effect.epoch)
-        elif isinstance(effect, GroupRefused):
-            self._dispatcher.send_refused(effect)
-        elif isinstance(effect, EpochEnded):
-            self._dispatcher.send_epoch_ended(effect)
-        elif isinstance(effect, KvChanged):
-            for change in effect.changes:
-                self.kv_events.append((effect.group_id, change))
-        else:
-            log_effect(effect)
+    def _write_accepted(self, effect: Accepted) -> None:
+        if not effect.is_attached:
+            self._entries.append(effect)
+
+    def _write_beams(self, effect: BeamsAdvanced) -> None:
+        report_beams(effect.request, effect.num_reported)
+        self._entries.append(effect)
+
+    def _report_iteration(self, effect: IterationDone) -> None:
+        self._iterations.append(effect.stats)
+
+    def _report_kv_changes(self, effect: KvChanged) -> None:
+        for change in effect.changes:
+            self.kv_events.append((effect.group_id, change))
+
+    def _join(self, effect: GroupJoined) -> None:
+        self._dispatcher.send_joined(effect)
+        group = self.core.membership.groups[effect.epoch]
+        if self.core.config.verify_ppm and (text := what_is_verified(group, self.core.groups)):
+            logger.warning("%s", text)
+        self.on_joined(effect.connection, effect.epoch)
 
     def _commit(self) -> None:
-        entries, self._entries = self._entries, []
-        if entries:
+        if self._entries:
+            entries = self._entries[:]
+            self._entries.clear()
             self._journal.commit(entries, lambda: self._on_committed(entries))
 
     def _on_committed(self, entries: list[JournalEntry]) -> None:
-        if all(type(entry) is Emitted for entry in entries):
-            self.hub.publish(entries)
-            return
-        amended = [entry.sequence.request for entry in entries if isinstance(entry, SequenceEnded)]
-        ended = [request for request in amended if self.hub.is_over(request.request_id)]
+        """Publish entries, then run the actions that had to wait for that."""
+        ended: list[tuple[Request, bool]] = []
+        others = [entry for entry in entries if type(entry) is not Emitted]
+        for entry in others:
+            if isinstance(entry, SequenceEnded) and self.hub.is_over(entry.sequence.request.request_id):
+                ended.append((entry.sequence.request, True))
+            elif isinstance(entry, RequestEnded):
+                ended.append((entry.request, False))
         self.hub.publish(entries)
         for tell in self.on_ended:
-            for request in ended:
-                tell(request, True)
-            for entry in entries:
-                if isinstance(entry, RequestEnded):
-                    tell(entry.request, False)
-        for entry in entries:
-            self._settle(entry)
-
-    def _settle(self, entry: JournalEntry) -> None:
-        """Run the actions that had to wait until an entry was committed and published."""
-        if isinstance(entry, Accepted):
-            for on_committed in self._uncommitted.pop(entry.request.request_id, ()):
-                on_committed()
-        elif isinstance(entry, RequestForgotten) and not entry.request.num_attached:
-            entry.request.release_sequences()
+            for request, is_amended in ended:
+                tell(request, is_amended)
+        for entry in others:
+            if isinstance(entry, Accepted):
+                for on_committed in self._uncommitted.pop(entry.request.request_id, ()):
+                    on_committed()
+            elif isinstance(entry, RequestForgotten) and not entry.request.num_attached:
+                entry.request.release_sequences()
 
     def _on_attach(self, request_id: str) -> None:
         self._apply(Attached(self.now_ns(), request_id))  # needs no turn
@@ -356,6 +363,10 @@ def what_is_verified(group: WorkerGroup, groups: Sequence[WorkerGroup]) -> str |
     if others == 1:
         return "two workers verify each other: if they differ, both are held off; a third one would decide"
     return None
+
+
+def _ignore(_: Refused) -> None:
+    """Whoever submitted the request finds the refusal among the effects."""
 
 
 def log_effect(effect: Effect) -> None:

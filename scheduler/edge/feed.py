@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 from midstream.clock import SteadyClock
 from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, UnavailableError
@@ -18,7 +19,6 @@ from scheduler.core.request import Request
 from scheduler.edge.feed_batch import FeedBatchBuilder
 from scheduler.journal import JournalEntry
 
-MAX_TOKENS_PER_BATCH = 65_536
 # Maximum number of ended streams that may still report a stop word found in their last batches.
 _MAX_OVER = 4096
 
@@ -58,6 +58,7 @@ class Attachment:
         cursors: Number of tokens sent, by sequence.
         num_outputs: Number of extra outputs sent, by sequence.
         is_begun: Whether what precedes its next tokens was sent.
+        is_plain: Whether the request has one sequence, with output; known once it is opened.
     """
 
     __slots__ = (
@@ -67,6 +68,7 @@ class Attachment:
         "has_stop_words",
         "is_begun",
         "is_opened",
+        "is_plain",
         "log",
         "num_outputs",
         "stream",
@@ -77,7 +79,7 @@ class Attachment:
         self.feed = feed
         self.stream = stream
         self.log = log
-        self.is_begun = self.is_opened = self.wants_perf_metrics = self.has_stop_words = False
+        self.is_begun = self.is_opened = self.is_plain = self.wants_perf_metrics = self.has_stop_words = False
         self.cursors = [0] * len(log.num_committed)
         self.num_outputs = [0] * len(log.num_committed)
         self.ends_sent = [False] * len(log.num_committed)
@@ -107,6 +109,14 @@ class FeedHub:
         self.logs: dict[str, RequestLog] = {}
         self.feeds: list[DetokenizerFeed] = []
         self._fresh: list[DetokenizerFeed] = []  # feeds with published data that were not flushed yet
+        self._publish: dict[type[Any], Callable[[Any], None]] = {
+            Accepted: self._publish_accepted,
+            Emitted: self._publish_tokens,
+            KindSet: self._publish_kind,
+            SequenceEnded: self._publish_sequence_end,
+            RequestEnded: self._publish_end,
+            RequestForgotten: self._forget,
+        }
 
     def restore(self, request: Request) -> None:
         """Add a request from the journal, all of whose output is committed."""
@@ -143,27 +153,31 @@ class FeedHub:
     def publish(self, entries: list[JournalEntry]) -> None:
         """Publish committed entries; `flush` sends them."""
         for entry in entries:
-            if isinstance(entry, Emitted):
-                self._publish_tokens(entry)
-            elif isinstance(entry, Accepted):
-                self.logs[entry.request.request_id] = RequestLog(entry.request)
-            elif isinstance(entry, KindSet):
-                log = self.logs[entry.request.request_id]
-                log.kind_changed_at = entry.changed_at
-                for reader in log.readers:
-                    reader.is_begun = False
-            elif isinstance(entry, SequenceEnded):
-                log = self.logs[entry.sequence.request.request_id]
-                log.has_ended[entry.sequence.index] = True
-                self._mark(log)
-            elif isinstance(entry, RequestEnded):
-                log = self.logs[entry.request.request_id]
-                log.is_over = True
-                self._mark(log)
-            elif isinstance(entry, RequestForgotten):
-                self._forget(entry.request)
+            publish = self._publish.get(type(entry))
+            if publish is not None:
+                publish(entry)
 
-    def _forget(self, request: Request) -> None:
+    def _publish_accepted(self, entry: Accepted) -> None:
+        self.logs[entry.request.request_id] = RequestLog(entry.request)
+
+    def _publish_kind(self, entry: KindSet) -> None:
+        log = self.logs[entry.request.request_id]
+        log.kind_changed_at = entry.changed_at
+        for reader in log.readers:
+            reader.is_begun = False
+
+    def _publish_sequence_end(self, entry: SequenceEnded) -> None:
+        log = self.logs[entry.sequence.request.request_id]
+        log.has_ended[entry.sequence.index] = True
+        self._mark(log)
+
+    def _publish_end(self, entry: RequestEnded) -> None:
+        log = self.logs[entry.request.request_id]
+        log.is_over = True
+        self._mark(log)
+
+    def _forget(self, entry: RequestForgotten) -> None:
+        request = entry.request
         log = self.logs.get(request.request_id)
         if log is None or log.request is not request:  # the log of a request restored from the kept requests
             return
@@ -338,28 +352,18 @@ class DetokenizerFeed:
             attachment.log.is_awaited = True
 
     def collect(self) -> scheduler_pb2.FeedBatch | None:
-        """Return all new data, up to about MAX_TOKENS_PER_BATCH tokens, or None.
-
-        First tokens, which come first in a step's results, have their own batch, so that their clients do not wait
-        until the other streams' tokens have been processed.
-        """
+        """Return new data, as much as fits into a batch, or None."""
         if not self.dirty and not self._refused:
             return None
-        builder = FeedBatchBuilder(self._hub.scheduler_epoch, self._hub.clock)
+        builder = FeedBatchBuilder[Attachment](self._hub.scheduler_epoch, self._hub.clock)
         for stream, request_id, error in self._refused:
             builder.add_refused(stream, request_id, error)
         self._refused.clear()
-        dirty = self.dirty
-        are_first = True
-        while dirty and builder.num_tokens < MAX_TOKENS_PER_BATCH and not builder.is_full:
-            attachment = next(iter(dirty))
-            if are_first and attachment.cursors[0]:
-                are_first = False
-                if builder.num_tokens:
-                    break
-            del dirty[attachment]
-            if not builder.add(attachment):
-                self.mark(attachment)
-            elif attachment.log.is_over:
-                self._end(attachment)
+        readers = list(self.dirty)
+        self.dirty.clear()
+        self.dirty.update(dict.fromkeys(readers[builder.add(readers) :]))
+        for reader in builder.unfinished:
+            self.mark(reader)
+        for reader in builder.over:
+            self._end(reader)
         return builder.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from midstream.clock import SteadyClock
 from midstream.errors import MidstreamError
@@ -11,6 +11,7 @@ from midstream.kind_names import DEFAULT_VERSION
 from protos import generation_pb2, scheduler_pb2, weights_pb2, worker_pb2
 from scheduler.core.request import Request, Sequence, SequenceEnd
 
+MAX_TOKENS = 65_536  # of a batch; the last reader's may exceed it
 MAX_BYTES = 8 << 20  # maximum bytes of a batch other than its tokens; the last item may exceed it
 
 
@@ -30,6 +31,7 @@ class Reader(Protocol):
     stream: int
     is_begun: bool
     is_opened: bool
+    is_plain: bool
     wants_perf_metrics: bool
     has_stop_words: bool
     cursors: list[int]
@@ -41,12 +43,22 @@ class Reader(Protocol):
         """The log of the reader's request."""
 
 
-class FeedBatchBuilder:
-    """Builds one FeedBatch."""
+ReaderT = TypeVar("ReaderT", bound=Reader)
+
+
+class FeedBatchBuilder(Generic[ReaderT]):
+    """Builds one FeedBatch.
+
+    Attributes:
+        over: Readers to which their request's end was added.
+        unfinished: Readers some of whose data did not fit.
+    """
 
     def __init__(self, scheduler_epoch: int, clock: SteadyClock) -> None:
         self._clock = clock
         self._batch = scheduler_pb2.FeedBatch(scheduler_epoch=scheduler_epoch)
+        self.over: list[ReaderT] = []
+        self.unfinished: list[ReaderT] = []
         self._streams: list[int] = []
         self._indices: list[int] = []
         self._offsets: list[int] = []
@@ -56,24 +68,48 @@ class FeedBatchBuilder:
         self._num_prompt_tokens = 0
         self._num_bytes = 0  # without tokens
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens in the batch so far, including prompts that are returned with the output."""
-        return len(self._tokens) + self._num_prompt_tokens
-
     def add_refused(self, stream: int, request_id: str, error: MidstreamError) -> None:
         """Add an error reply to an attach command."""
         opened = self._batch.opened.add(stream=stream, request_id=request_id)
         opened.error.CopyFrom(error.to_proto())
 
-    @property
-    def is_full(self) -> bool:
-        """Whether there is no space for more requests or extra outputs."""
-        return self._num_bytes >= MAX_BYTES
+    def add(self, readers: list[ReaderT]) -> int:
+        """Add new data for readers, in order, and advance their cursors; return how many there was space for.
 
-    def add(self, reader: Reader) -> bool:
-        """Add new data for a reader and advance its cursors; return False if some of it does not fit."""
-        log = reader.log
+        First tokens, which come first in a step's results, have their own batch, so that their clients do not wait
+        until the other streams' tokens have been processed.
+        """
+        streams, indices, offsets, counts = self._streams, self._indices, self._offsets, self._counts
+        tokens, are_first = self._tokens, True
+        for number, reader in enumerate(readers):
+            start, log = reader.cursors[0], reader.log
+            if are_first and start:
+                are_first = False
+                if tokens or self._num_prompt_tokens:
+                    return number
+            if len(tokens) + self._num_prompt_tokens >= MAX_TOKENS or self._num_bytes >= MAX_BYTES:
+                return number
+            sequence = log.request.sequences[0]
+            if not (reader.is_plain and reader.is_begun) or log.has_ended[0] or log.is_over or sequence.outputs:
+                self._add(reader, log)
+                continue
+            # The tokens of a single sequence that goes on. This is the hot loop, so it calls no functions of ours.
+            end = log.num_committed[0]
+            if end - start == 1:
+                tokens.append(sequence.output[start])
+            elif end > start:
+                self._is_several = True
+                tokens.extend(sequence.output[start:end])
+            else:
+                continue
+            streams.append(reader.stream)
+            indices.append(0)
+            offsets.append(start)
+            counts.append(end - start)
+            reader.cursors[0] = end
+        return len(readers)
+
+    def _add(self, reader: ReaderT, log: Log) -> None:
         request, sequences = log.request, log.request.sequences
         if not reader.is_begun:
             self._begin(reader, request)
@@ -87,7 +123,8 @@ class FeedBatchBuilder:
                 self._add_run(reader.stream, sequences[index], cursor, num_committed)
                 cursors[index] = num_committed
         if limits is not log.num_committed and limits != log.num_committed:
-            return False
+            self.unfinished.append(reader)
+            return
         if log.has_ended != reader.ends_sent:
             for index, has_ended in enumerate(log.has_ended):
                 if has_ended and not reader.ends_sent[index]:
@@ -95,7 +132,7 @@ class FeedBatchBuilder:
                     self._add_end(reader.stream, sequences[index])
         if log.is_over:
             self._add_over(reader, request)
-        return True
+            self.over.append(reader)
 
     def _begin(self, reader: Reader, request: Request) -> None:
         """Add what precedes tokens: the properties of the request, and the change of its kind."""
@@ -120,6 +157,7 @@ class FeedBatchBuilder:
             trace_parent=contents.trace_parent,
         )
         output = contents.output
+        reader.is_plain = len(request.sequences) == 1 and request.spec.max_tokens > 0
         reader.wants_perf_metrics = output.return_perf_metrics
         reader.has_stop_words = bool(contents.stopping.stop_words)
         if output.HasField("exclude_input_from_output") and not output.exclude_input_from_output:
@@ -145,7 +183,7 @@ class FeedBatchBuilder:
         for extra in sequence.outputs[reader.num_outputs[index] :]:
             if extra.token_offset >= num_committed:
                 break
-            if self.is_full:
+            if self._num_bytes >= MAX_BYTES:
                 return extra.token_offset
             reader.num_outputs[index] += 1
             self._num_bytes += len(extra.data)

@@ -66,8 +66,8 @@ JournalEntry = (
     | AdapterUnloaded
 )
 
-
-_ENTRIES = frozenset((Accepted, Emitted, BeamsAdvanced, KindSet, SequenceEnded, RequestEnded, RequestForgotten))
+# The effects that are written to the journal.
+ENTRY_CLASSES = (Accepted, Emitted, BeamsAdvanced, KindSet, SequenceEnded, RequestEnded, RequestForgotten)
 
 
 class JournalError(ExecutionError):
@@ -89,7 +89,7 @@ class LostError(JournalError):
 
 def is_entry(effect: Effect) -> TypeGuard[JournalEntry]:
     """Return whether an effect is written to the journal."""
-    return type(effect) in _ENTRIES and not (isinstance(effect, Accepted) and effect.is_attached)
+    return isinstance(effect, ENTRY_CLASSES) and not (isinstance(effect, Accepted) and effect.is_attached)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def spec_from_proto(
     prompt = array("I", request.token_ids.values[:])
     if named:
         prompt = array("I", named) + prompt
-    sampling, has_output = request.sampling, request.HasField("output")
+    sampling, stopping, has_output = request.sampling, request.stopping, request.HasField("output")
     room = limits.max_sequence_length - len(prompt)
     max_tokens = request.max_tokens if request.HasField("max_tokens") else min(room, DEFAULT_MAX_TOKENS)
     if named:  # the router did not know the number of virtual tokens
@@ -86,12 +86,14 @@ def spec_from_proto(
         prompt=prompt,
         max_tokens=max_tokens,
         num_sequences=sampling.num_return_sequences or 1,
-        stop_token_ids=frozenset(stop_ids(request, limits)),
-        stop_sequences=tuple([tuple(word.values) for word in request.stopping.stop_word_token_ids]),
+        stop_token_ids=stop_ids(stopping, limits),
+        stop_sequences=tuple([tuple(word.values) for word in words]) if (words := stopping.stop_word_token_ids) else (),
         # A completed grammar overrides min_tokens, so that a stop token then ends the sequence.
         min_tokens=0
         if request.HasField("guided_decoding")
-        else max(sampling.min_tokens - request.continuation.num_output_tokens, 0),
+        else max(min_tokens - request.continuation.num_output_tokens, 0)
+        if (min_tokens := sampling.min_tokens)
+        else 0,
         num_draft_tokens=_num_draft_tokens(request) if request.HasField("speculative") else 0,
         client_id=request.client_id,
         priority=request.priority,
@@ -144,13 +146,12 @@ def _adapters(request: pb.GenerateRequest, num_named: int) -> _Adapters:
     }
 
 
-def stop_ids(request: pb.GenerateRequest, limits: ModelLimits) -> list[int]:
+def stop_ids(stopping: pb.StoppingConfig, limits: ModelLimits) -> frozenset[int]:
     """Return the tokens that end a sequence: the end ids unless they are ignored, and the stop tokens."""
-    stopping = request.stopping
     ends: tuple[int, ...] = ()
     if not stopping.ignore_eos:
         ends = (stopping.end_id,) if stopping.HasField("end_id") else limits.end_ids
-    return sorted({*ends, *stopping.stop_token_ids})
+    return frozenset([*ends, *tokens]) if (tokens := stopping.stop_token_ids) else frozenset(ends)
 
 
 def _num_draft_tokens(request: pb.GenerateRequest) -> int:

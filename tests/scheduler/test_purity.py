@@ -7,10 +7,10 @@ from pathlib import Path
 
 CORE = Path(__file__).parents[2] / "scheduler" / "core"
 # These modules outside of the core are allowed: routers compute the same hashes, and the same names, with them.
-SHARED = [CORE.parents[1] / "midstream" / name for name in ("kind_names.py", "kv_hashes.py")]
+SHARED = [CORE.parents[1] / "midstream" / name for name in ("kind_names.py", "kv_hashes.py", "record.py")]
 PURE = {
     "__future__", "abc", "array", "bisect", "collections", "collections.abc", "dataclasses", "enum", "functools",
-    "hashlib", "heapq", "math", "midstream", "midstream.kind_names", "operator", "typing",
+    "hashlib", "heapq", "math", "midstream", "midstream.kind_names", "midstream.record", "operator", "typing",
 }  # fmt: skip
 
 
