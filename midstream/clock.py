@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 # Reading two clocks takes time, and the wall clock is slewed, so smaller differences do not count as jumps.
@@ -39,6 +39,11 @@ class SteadyClock:
     def to_unix_ns(self, time_ns: int) -> int:
         """Convert a time to Unix time using the current wall clock; 0 (the event has not happened) stays 0."""
         return time_ns + self._jump_ns() if time_ns else 0
+
+    def to_unix_each(self, times_ns: Iterable[int]) -> list[int]:
+        """Return `to_unix_ns` of each time, by one reading of the wall clock."""
+        jumped_ns = self._jump_ns()
+        return [time_ns + jumped_ns if time_ns else 0 for time_ns in times_ns]
 
     def from_unix_ns(self, unix_ns: int) -> int:
         """Convert Unix time to this clock's time using the current wall clock; 0 stays 0."""

@@ -149,8 +149,8 @@ class Placement:
         """
         groups = self._membership.groups.values()
         nums = {group: num for group in groups if (num := self._num_to_start(request, group))}
-        if not nums:
-            return None, 0
+        if len(nums) < 2:
+            return next(iter(nums.items()), (None, 0))
         most = max(nums.values())
         best = [group for group, num in nums.items() if num == most]
         if len(best) == 1:

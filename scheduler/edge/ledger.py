@@ -20,7 +20,6 @@ from protos import generation_pb2, receipts_pb2
 from protos import ledger_pb2 as pb
 from scheduler.core.request import Request
 from scheduler.edge.engine import Engine
-from scheduler.edge.feed_batch import usage_of
 from scheduler.edge.receipt_index import ReceiptIndex
 from scheduler.edge.receipts import Receipts
 from scheduler.journal.documents import Document, DocumentKey, Documents
@@ -133,7 +132,7 @@ class Ledger:
         self._changed.set()
 
     def _entry(self, request: Request) -> pb.LedgerEntry:
-        spec, usage, end = request.spec, usage_of(request), request.sequences[0].end
+        spec, end = request.spec, request.sequences[0].end
         assert end is not None
         # The accepted request is identical in every incarnation of the scheduler, so it identifies the entry.
         accepted = generation_pb2.GenerateRequest.FromString(spec.payload)
@@ -144,9 +143,9 @@ class Ledger:
             lora=spec.lora_name,
             arrival_unix_ns=accepted.arrival_time_unix_ns,
             finished_unix_ns=self._engine.clock.to_unix_ns(request.times.finished_ns),
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            completion_tokens=usage.completion_tokens,
+            prompt_tokens=len(spec.prompt),
+            cached_tokens=request.counters.num_cached_tokens,
+            completion_tokens=request.num_output_tokens,
             finish_reason=generation_pb2.FinishReason.ValueType(end.reason),
         )
         if self._receipts is not None and (body := self._receipts.body(request, accepted)):

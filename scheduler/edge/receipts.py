@@ -229,18 +229,20 @@ def receipt_body(request: Request, accepted: generation_pb2.GenerateRequest, clo
         request_id=spec.request_id,
         request_digest=request_digest(nonce, spec.contents_digest),
         model=models[0] if models else b"",
-        later_models=models[1:],
         seed=accepted.sampling.seed,
         prompt_tokens=len(spec.prompt),
         finished_unix_ns=clock.to_unix_ns(request.times.finished_ns),
-        error_code=request.failure.code if request.failure is not None else 0,
     )
+    if len(models) > 1:
+        body.later_models.extend(models[1:])
+    if request.failure is not None:
+        body.error_code = request.failure.code
     for index, sequence in enumerate(request.sequences):
         end = sequence.end
         assert end is not None
-        item = body.sequences.add(finish_reason=end.reason, num_tokens=end.num_tokens)
-        tokens = sequence.output
-        item.links.extend(links_of(nonce, index, tokens if len(tokens) == end.num_tokens else tokens[: end.num_tokens]))
+        tokens = sequence.output if len(sequence.output) == end.num_tokens else sequence.output[: end.num_tokens]
+        links = links_of(nonce, index, tokens)
+        item = body.sequences.add(finish_reason=end.reason, num_tokens=end.num_tokens, links=links)
         if request.kind_changed_at:
             item.kind_changed_at = request.kind_changed_at[index]
         if len(models) > 1:

@@ -6,6 +6,7 @@ import logging
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 
 from google.protobuf.message import DecodeError
 
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 # JournalFinish has the fields of both classes.
 _TIMES, _COUNTERS = ([item.name for item in fields(kind)] for kind in (RequestTimes, Counters))
+_times_of, _counters_of = attrgetter(*_TIMES), attrgetter(*_COUNTERS)
 
 
 @dataclass(slots=True)
@@ -203,8 +205,8 @@ def add_finish(record: pb.JournalCommit, number: int, finish: Finish, clock: Ste
     failure = finish.failure
     message = record.finished.add(
         request=number,
-        **{name: clock.to_unix_ns(getattr(finish.times, name)) for name in _TIMES},
-        **{name: getattr(finish.counters, name) for name in _COUNTERS},
+        **dict(zip(_TIMES, clock.to_unix_each(_times_of(finish.times)), strict=True)),
+        **dict(zip(_COUNTERS, _counters_of(finish.counters), strict=True)),
     )
     if failure is not None:
         message.error.code, message.error.message, message.error.field = failure.code, failure.message, failure.field

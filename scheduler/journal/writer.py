@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Any
 
 from midstream.clock import SteadyClock
 from midstream.receipts.digests import LINK_TOKENS, before_links, next_link
@@ -102,6 +103,16 @@ class RowWriter:
             kept: Contents of the journal when it was opened, by request id; compacted.
             adapters: Sealed adapter records of the journal, by name.
         """
+        self._add: dict[type[Any], Callable[[Any, Transaction, pb.JournalCommit], None]] = {
+            Accepted: self._accept,
+            BeamsAdvanced: self._add_beam_steps,
+            KindSet: self._set_kind,
+            SequenceEnded: self._end_sequence,
+            RequestEnded: self._finish,
+            RequestForgotten: self._forget,
+            AdapterLoaded: self._load,
+            AdapterUnloaded: self._unload,
+        }
         self._folds_commits = folds_commits
         self._adapters = dict(adapters)
         self._requests: dict[str, Request] = {}
@@ -120,10 +131,10 @@ class RowWriter:
         """Return the rows for the next entries."""
         result, record, runs = Transaction(), pb.JournalCommit(), _Runs()
         for entry in entries:
-            if isinstance(entry, Emitted):
+            if type(entry) is Emitted:
                 self._add_tokens(entry, runs, record)
             else:
-                self._add(entry, result, record)
+                self._add[type(entry)](entry, result, record)
         runs.write(record)
         data = record.SerializeToString()
         if data:
@@ -133,27 +144,16 @@ class RowWriter:
             result.compacted = self._compact()
         return result
 
-    def _add(self, entry: JournalEntry, result: Transaction, record: pb.JournalCommit) -> None:
-        if isinstance(entry, Accepted):
-            self._accept(entry.request, result)
-        elif isinstance(entry, BeamsAdvanced):
-            self._add_beam_steps(entry, record)
-        elif isinstance(entry, KindSet):
-            self._set_kind(entry, record)
-        elif isinstance(entry, SequenceEnded):
-            self._end_sequence(entry.sequence, record)
-        elif isinstance(entry, RequestEnded):
-            self._finish(entry.request, record)
-        elif isinstance(entry, RequestForgotten):
-            self._forget(entry.request, result)
-        elif isinstance(entry, AdapterLoaded):
-            sealed = self._adapters[entry.adapter.name] = seal(encode_adapter(entry.adapter, self._model_fingerprint))
-            result.adapters.append((entry.adapter.name, sealed))
-        elif isinstance(entry, AdapterUnloaded):
-            self._adapters.pop(entry.name, None)
-            result.adapters.append((entry.name, b""))
+    def _load(self, entry: AdapterLoaded, result: Transaction, _: pb.JournalCommit) -> None:
+        sealed = self._adapters[entry.adapter.name] = seal(encode_adapter(entry.adapter, self._model_fingerprint))
+        result.adapters.append((entry.adapter.name, sealed))
 
-    def _accept(self, request: Request, result: Transaction) -> None:
+    def _unload(self, entry: AdapterUnloaded, result: Transaction, _: pb.JournalCommit) -> None:
+        self._adapters.pop(entry.name, None)
+        result.adapters.append((entry.name, b""))
+
+    def _accept(self, entry: Accepted, result: Transaction, _: pb.JournalCommit) -> None:
+        request = entry.request
         count = len(request.sequences)
         kept = Kept(self._next_number, [0] * count, [0] * count, [False] * count)
         self._next_number += 1
@@ -167,31 +167,32 @@ class RowWriter:
 
     def _add_tokens(self, entry: Emitted, runs: _Runs, record: pb.JournalCommit) -> None:
         # This loop runs once per token.
-        num_before = len(runs.tokens)
+        kept_of, tokens = self._kept, runs.tokens
+        add_request, add_index, add_count = runs.requests.append, runs.indices.append, runs.counts.append
+        num_before = len(tokens)
         for sequence, length in zip(entry.sequences, entry.lengths, strict=True):
-            request, index = sequence.request, sequence.index
-            spec = request.spec
+            spec, index = sequence.request.spec, sequence.index
             if spec.tensor_bytes:
                 continue  # the output of such a request is not stored, but computed again
-            kept = self._kept[spec.request_id]
+            kept = kept_of[spec.request_id]
             start = kept.lengths[index]
             count = length - start
             kept.lengths[index] = length
             kept.num_bytes += 4 * count
-            runs.requests.append(kept.number)
-            runs.indices.append(index)
-            runs.counts.append(count)
+            add_request(kept.number)
+            add_index(index)
+            add_count(count)
             if count == 1:
-                runs.tokens.append(sequence.output[start])
+                tokens.append(sequence.output[start])
             else:
-                runs.tokens.extend(sequence.output[start:length])
+                tokens.extend(sequence.output[start:length])
             if self._folds_commits:
-                self._mark_changed(request, kept, 4 * count)
+                self._mark_changed(sequence.request, kept, 4 * count)
             if length % LINK_TOKENS < count and spec.receipt_nonce:
                 self._add_links(sequence, start, length, kept, record)
             if sequence.outputs:
                 self._add_outputs(sequence, length, kept, record)
-        self.live_bytes += 4 * (len(runs.tokens) - num_before)
+        self.live_bytes += 4 * (len(tokens) - num_before)
 
     def _add_links(self, sequence: Sequence, start: int, length: int, kept: Kept, record: pb.JournalCommit) -> None:
         """Add the links that the tokens [start, length) complete."""
@@ -202,7 +203,7 @@ class RowWriter:
             record.links.add(request=kept.number, sequence_index=index, num_tokens=end, digest=link)
         kept.links[index] = link
 
-    def _add_beam_steps(self, entry: BeamsAdvanced, record: pb.JournalCommit) -> None:
+    def _add_beam_steps(self, entry: BeamsAdvanced, _: Transaction, record: pb.JournalCommit) -> None:
         request, beams = entry.request, entry.request.beams
         if request.spec.tensor_bytes:
             return
@@ -240,13 +241,14 @@ class RowWriter:
         else:
             self._changed_bytes += num_bytes
 
-    def _set_kind(self, entry: KindSet, record: pb.JournalCommit) -> None:
+    def _set_kind(self, entry: KindSet, _: Transaction, record: pb.JournalCommit) -> None:
         kept = self._kept[entry.request.request_id]
         kept.kind, kept.kind_changed_at, kept.earlier_kinds = entry.kind, entry.changed_at, entry.earlier
         add_kind(record, kept.number, entry.kind, entry.changed_at, entry.earlier)
         self._mark_changed(entry.request, kept, 0)
 
-    def _end_sequence(self, sequence: Sequence, record: pb.JournalCommit) -> None:
+    def _end_sequence(self, entry: SequenceEnded, _: Transaction, record: pb.JournalCommit) -> None:
+        sequence = entry.sequence
         request = sequence.request
         if request.spec.tensor_bytes:
             return
@@ -258,7 +260,8 @@ class RowWriter:
         add_end(record, kept.number, sequence.index, sequence.end)
         self._mark_changed(request, kept, 0)
 
-    def _finish(self, request: Request, record: pb.JournalCommit) -> None:
+    def _finish(self, entry: RequestEnded, _: Transaction, record: pb.JournalCommit) -> None:
+        request = entry.request
         if request.spec.tensor_bytes:
             return
         kept = self._kept[request.request_id]
@@ -266,7 +269,8 @@ class RowWriter:
         add_finish(record, kept.number, request.finish, self._clock)
         self._mark_changed(request, kept, 0)
 
-    def _forget(self, request: Request, result: Transaction) -> None:
+    def _forget(self, entry: RequestForgotten, result: Transaction, _: pb.JournalCommit) -> None:
+        request = entry.request
         self._requests.pop(request.request_id, None)
         kept = self._kept.pop(request.request_id, None)
         if kept is not None:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from protos import kind_pb2
 from scheduler.core.kind import EarlierKind, Kind
 
 
 def kind_to_proto(kind: Kind) -> kind_pb2.WorkerKind:
-    """Return the message."""
+    """Return the message, which must not be changed."""
+    return _message(kind.model_fingerprint, kind.weights_root, kind.arithmetic, kind.description, kind.weights_version)
+
+
+@lru_cache(maxsize=64)  # each request has a kind, and most have the same one
+def _message(fingerprint: str, root: str, arithmetic: str, description: str, version: str) -> kind_pb2.WorkerKind:
     return kind_pb2.WorkerKind(
-        model_fingerprint=kind.model_fingerprint,
-        weights_root=kind.weights_root,
-        arithmetic=kind.arithmetic,
-        description=kind.description,
-        weights_version=kind.weights_version,
+        model_fingerprint=fingerprint,
+        weights_root=root,
+        arithmetic=arithmetic,
+        description=description,
+        weights_version=version,
     )
 
 

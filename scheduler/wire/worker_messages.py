@@ -165,23 +165,35 @@ def _set_stop_words(
     message.include_stop_in_output = request.stopping.include_stop_in_output
 
 
+def _set_prompt_tuning(
+    spec: RequestSpec, tuning: generation_pb2.PromptTuningConfig, message: worker_pb2.AddSequence
+) -> None:
+    if tuning.HasField("table"):
+        message.prompt_table = spec.prompt_key
+    elif tuning.WhichOneof("source") == "name":
+        message.prompt_tuning.CopyFrom(tuning)
+
+
 def _encode_added(added: AddedSequence, message: worker_pb2.AddSequence) -> None:
     sequence, spec = added.sequence, added.sequence.request.spec
     request = generation_pb2.GenerateRequest.FromString(spec.payload)
+    continuation = request.continuation
     message.row = added.row
     message.request_id = spec.request_id
     # At most one sequence has a continuation, so that its index is 0 here.
-    message.sequence_index = sequence.index + request.continuation.sequence_index
+    message.sequence_index = sequence.index + continuation.sequence_index
     message.token_ids.extend(spec.prompt)
     if added.num_output_tokens:
         message.token_ids.extend(sequence.output[: added.num_output_tokens])
-    message.num_given_tokens = request.continuation.num_output_tokens
-    message.num_prompt_tokens = len(spec.prompt) - message.num_given_tokens
+    message.num_given_tokens = continuation.num_output_tokens
+    message.num_prompt_tokens = len(spec.prompt) - continuation.num_output_tokens
     message.block_ids.extend(added.block_ids)
     message.sampling.CopyFrom(request.sampling)
-    message.end_ids.extend(sorted(spec.stop_token_ids))
-    message.bad_words.extend(request.stopping.bad_word_token_ids)
-    if not sequence.request.is_check:
+    if spec.stop_token_ids:
+        message.end_ids.extend(sorted(spec.stop_token_ids))
+    if request.stopping.bad_word_token_ids:
+        message.bad_words.extend(request.stopping.bad_word_token_ids)
+    if request.HasField("output") and not sequence.request.is_check:
         message.output.CopyFrom(request.output)
     if spec.beam_width > 1 and (spec.stop_words or spec.stop_sequences):
         _set_stop_words(spec, request, message.beam_stop_words)
@@ -189,10 +201,7 @@ def _encode_added(added: AddedSequence, message: worker_pb2.AddSequence) -> None
         if request.HasField(name):
             getattr(message, name).CopyFrom(getattr(request, name))
     if request.HasField("prompt_tuning"):
-        if request.prompt_tuning.HasField("table"):
-            message.prompt_table = spec.prompt_key
-        elif request.prompt_tuning.WhichOneof("source") == "name":
-            message.prompt_tuning.CopyFrom(request.prompt_tuning)
+        _set_prompt_tuning(spec, request.prompt_tuning, message)
     message.logits_post_processor_name = request.logits_post_processor_name
     message.client_id = request.client_id
     message.trace_parent = request.trace_parent
