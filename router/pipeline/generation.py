@@ -88,9 +88,10 @@ logger = logging.getLogger(__name__)
 
 Prepare = Callable[[], Awaitable[None]]
 _T = TypeVar("_T")
-# Maximum number of requests of a client that start at the same time. It is higher while no other client starts any,
-# because the journal then commits more of them together.
-_MAX_STARTS, _MAX_STARTS_ALONE = 4, 16
+# Maximum number of requests of a client that start at the same time. It is higher while no other client starts any:
+# the journal then commits more of them together, and fewer wait for a slot. A new client's first request waits for one
+# step of each.
+_MAX_STARTS, _MAX_STARTS_ALONE = 4, 64
 _NUM_NEW_IDS = 64
 _REATTACH_S = 0.05
 # The scheduler ends a request at its deadline; if the scheduler hangs, the router ends the request this much later.
