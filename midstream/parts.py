@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from midstream.config import load_config
-from midstream.errors import ConfigError, MidstreamError
+from midstream.errors import ConfigError, ExecutionError, MidstreamError
 from midstream.python_process import installed_module
 from midstream.rpc.frames import local_servers
 from midstream.rpc.serving import Signals, part_signals
@@ -73,8 +73,13 @@ async def run_parts(parts: Sequence[Part]) -> None:
     try:
         while not stopping.done():
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for part, task, _ in running:
-                if task in done and not task.cancelled() and (error := task.exception()) is not None:
+            for part, task, signals in running:
+                if task not in done or task.cancelled():
+                    continue
+                error = task.exception()
+                if error is None and not signals.num_sent:
+                    error = ExecutionError("it ended without being told to")
+                if error is not None:
                     raise PartError(part, error)
         await stopping
     finally:

@@ -33,13 +33,16 @@ class Signals:
 
     Attributes:
         are_awaited: Set once the server has started and waits for them.
+        num_sent: How many were sent.
     """
 
     def __init__(self) -> None:
         self.are_awaited = asyncio.Event()
+        self.num_sent = 0
         self._sent: asyncio.Queue[signal.Signals] = asyncio.Queue()
 
     def send(self, number: signal.Signals) -> None:
+        self.num_sent += 1
         self._sent.put_nowait(number)
 
     async def get(self) -> signal.Signals:
