@@ -103,7 +103,7 @@ first-hour:
 test-proxies: $(VENV)/.ready .venv-proxies/bin/caddy
 	@{ command -v nginx && command -v haproxy; } > /dev/null || { apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
 		apt-get install -qq -y --no-install-recommends nginx-light haproxy; }
-	@ALL_PROXY_TESTS=1 $(BIN)/pytest -q -o faulthandler_timeout=1800 tests/proxies
+	@ALL_PROXY_TESTS=1 $(BIN)/pytest -q -n 3 -o faulthandler_timeout=1800 tests/proxies
 
 # Runs the tests of the PostgreSQL journal with each maintained version, and adds the results to the compatibility page.
 # Needs npm; the packages contain the servers (15 MB each).

@@ -50,7 +50,8 @@ _PROCESSES = "the processes"
 _FAULTS = ("service_faults", "worker_faults", "idempotent_calls", "batches", "suspensions", "out_of_memory")
 # Files whose tests share the processes started in tests/proxies/conftest.py.
 _PROXIED = "the service behind proxies"
-_PROXIES = ("apis", "router_kills", "waiting_streams")
+# With ALL_PROXY_TESTS, streams wait for 20 minutes, beside the other tests.
+_PROXIES = ("apis", "router_kills", *(() if "ALL_PROXY_TESTS" in os.environ else ("waiting_streams",)))
 # Files that take 20 s or longer, longest first.
 _LONG = (
     "tests/simulation/test_simulation.py",
