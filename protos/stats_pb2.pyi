@@ -442,7 +442,8 @@ class KvEventBatch(google.protobuf.message.Message):
     IS_SNAPSHOT_FIELD_NUMBER: builtins.int
     is_snapshot: builtins.bool
     """Whether this is a snapshot. Its events describe the complete contents of the caches as of their sequence number:
-    `cleared` for all groups, then `stored` for each group, with hashes only. The next event has the next number.
+    `cleared` for all groups, then for each group `stored`, with hashes only, and `updated` if there are blocks below the
+    pool. The next event has the next number.
     """
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___KvEvent]: ...
@@ -465,6 +466,7 @@ class KvEvent(google.protobuf.message.Message):
     STORED_FIELD_NUMBER: builtins.int
     REMOVED_FIELD_NUMBER: builtins.int
     CLEARED_FIELD_NUMBER: builtins.int
+    UPDATED_FIELD_NUMBER: builtins.int
     sequence_number: builtins.int
     group_id: builtins.str
     @property
@@ -475,6 +477,8 @@ class KvEvent(google.protobuf.message.Message):
     def cleared(self) -> global___KvCacheCleared:
         """The group's cache was cleared, or the reader missed events before this one."""
 
+    @property
+    def updated(self) -> global___KvBlocksUpdated: ...
     def __init__(
         self,
         *,
@@ -483,10 +487,11 @@ class KvEvent(google.protobuf.message.Message):
         stored: global___KvBlocksStored | None = ...,
         removed: global___KvBlocksRemoved | None = ...,
         cleared: global___KvCacheCleared | None = ...,
+        updated: global___KvBlocksUpdated | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "stored", b"stored"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cleared", b"cleared", "event", b"event", "group_id", b"group_id", "removed", b"removed", "sequence_number", b"sequence_number", "stored", b"stored"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["stored", "removed", "cleared"] | None: ...
+    def HasField(self, field_name: typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "stored", b"stored", "updated", b"updated"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cleared", b"cleared", "event", b"event", "group_id", b"group_id", "removed", b"removed", "sequence_number", b"sequence_number", "stored", b"stored", "updated", b"updated"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["stored", "removed", "cleared", "updated"] | None: ...
 
 global___KvEvent = KvEvent
 
@@ -541,6 +546,37 @@ class KvBlocksRemoved(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["block_hashes", b"block_hashes"]) -> None: ...
 
 global___KvBlocksRemoved = KvBlocksRemoved
+
+@typing.final
+class KvBlocksUpdated(google.protobuf.message.Message):
+    """A change of stored blocks; what is unset is as before. A block that is in the pool again is reported as stored."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCK_HASHES_FIELD_NUMBER: builtins.int
+    CACHE_LEVEL_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    cache_level: builtins.int
+    """1: the blocks have left the pool, but are in host memory or on disk, from where they can be fetched."""
+    priority: builtins.int
+    """Retention priority."""
+    @property
+    def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        block_hashes: collections.abc.Iterable[builtins.int] | None = ...,
+        cache_level: builtins.int | None = ...,
+        priority: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cache_level", b"_cache_level", "_priority", b"_priority", "cache_level", b"cache_level", "priority", b"priority"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cache_level", b"_cache_level", "_priority", b"_priority", "block_hashes", b"block_hashes", "cache_level", b"cache_level", "priority", b"priority"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_cache_level", b"_cache_level"]) -> typing.Literal["cache_level"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_priority", b"_priority"]) -> typing.Literal["priority"] | None: ...
+
+global___KvBlocksUpdated = KvBlocksUpdated
 
 @typing.final
 class KvCacheCleared(google.protobuf.message.Message):

@@ -174,7 +174,7 @@ class Executor:
         config = self._config.kv_cache_config
         if config.event_buffer_max_size > 0:
             window = max(config.windows or [self._session.model.max_sequence_length])
-            blocks = (self._session.num_blocks(), 0)
+            blocks = self._session.num_blocks(config.host_cache_size or 0)
             self._kv_events = KVCacheEventManager(config.event_buffer_max_size, blocks, window, self._loras.task_id)
             self._session.follow_kv_events(self._kv_events.add)
 

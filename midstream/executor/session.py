@@ -129,10 +129,12 @@ class Session:
         self._readers.append(self._loop.start(self._read_iterations(put, put_requests, follows)))
         follows.result()
 
-    def num_blocks(self) -> int:
-        """Return the number of KV blocks of a worker group."""
+    def num_blocks(self, host_bytes: int) -> tuple[int, int]:
+        """Return the number of KV blocks of a worker group, and how many fit into `host_bytes`."""
         groups = self._loop.run(self._client.server_info()).worker_groups
-        return groups[0].num_blocks if groups else 0
+        if not groups:
+            return 0, 0
+        return groups[0].num_blocks, host_bytes // groups[0].block_bytes if groups[0].block_bytes else 0
 
     def follow_kv_events(self, put: Callable[[list[stats_pb2.KvEvent]], None]) -> None:
         """Pass each event of the KV caches from now on to `put`; return once the service sends them."""

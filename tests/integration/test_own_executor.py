@@ -29,7 +29,12 @@ from midstream.executor import (
     SamplingConfig,
     SamplingParams,
 )
-from midstream.executor.kv_cache import KVCacheCreatedData, KVCacheEvent, KVCacheStoredData
+from midstream.executor.kv_cache import (
+    KVCacheCreatedData,
+    KVCacheEvent,
+    KVCacheStoredData,
+    KVCacheUpdatedData,
+)
 from tests.faults.small_model import make_small_model
 
 PROMPT = [1, 2, 3, 4]
@@ -191,6 +196,30 @@ def test_blocks_are_reported_as_they_are_stored(executor: Executor) -> None:
     other = Executor.connect(executor._service.addresses)  # type: ignore[union-attr]
     with other:
         assert other.get_kv_cache_event_manager() is None
+
+
+def test_blocks_move_to_host_memory_and_back(model: Path) -> None:
+    cache = KvCacheConfig(True, 96, host_cache_size=1 << 20, event_buffer_max_size=1000)
+    config = ExecutorConfig(kv_cache_config=cache, max_batch_size=1, settings={"num_threads": 1})
+    with Executor(model, ModelType.DECODER_ONLY, config) as executor:
+        events = executor.get_kv_cache_event_manager()
+        assert events is not None
+        (created,) = events.get_latest_events(timedelta(seconds=60))
+        assert isinstance(created.data, KVCacheCreatedData)
+        num_blocks, num_host_blocks = created.data.num_blocks_per_cache_level
+        values = 2 * 2 * 2 * 16 * 16  # layers, keys and values, heads, width, tokens
+        assert num_blocks == 6
+        assert (1 << 20) // (4 * values) < num_host_blocks <= (1 << 20) // (2 * values)  # of 2 bytes, with padding
+        # Each prompt needs most of the pool. Blocks are copied to the host in the background.
+        moves: set[tuple[int, int]] = set()
+        for number in range(1000):
+            finish(executor, Request([10 + number % 2] * 64, 2))
+            found = [event.data for event in events.get_latest_events(timedelta())]
+            levels = [data.cache_level for data in found if isinstance(data, KVCacheUpdatedData)]
+            moves |= {(level.old_value, level.new_value) for level in levels if level is not None}
+            if len(moves) == 2:
+                break
+    assert moves == {(0, 1), (1, 0)}
 
 
 def tokens_of(event: KVCacheEvent) -> list[int]:
