@@ -16,7 +16,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,32 @@ _LISTED = "added_tokens_decoder"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _CONFIG, _MAP, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """What a model folder tells about its tokenizer. The manifest keeps it, since reading it takes up to a second.
+
+    Attributes:
+        special_tokens: As in TokenizerFiles.
+        end_id: Id of `eos_token`, if there is one.
+        digest: A sha256, in hexadecimal, over everything that decides the tokens of a text and the text of tokens: the
+            tokenizer and the tokens that the other files add.
+    """
+
+    special_tokens: Mapping[str, str | None]
+    end_id: int | None
+    digest: str
+
+    def fingerprint(self, end_ids: Iterable[int]) -> str:
+        """Return a sha256, in hexadecimal, of the digest and the ids that end an output."""
+        return hashlib.sha256(json.dumps([self.digest, list(end_ids)]).encode()).hexdigest()
+
+
+def file_stamps(folder: Path) -> dict[str, list[int]]:
+    """Return the size and the time of the last change of each file of a tokenizer."""
+    files = [folder / name for name in ("tokenizer.json", _CONFIG, _MAP, _ADDED)]
+    return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()}
 
 
 def read_tokenizer(file: Path) -> str:
@@ -89,15 +116,13 @@ class TokenizerFiles:
         content = self.special_tokens.get(name)
         return None if content is None else self._ids.get(content)
 
-    def fingerprint(self, end_ids: Iterable[int]) -> str:
-        """Return a sha256, in hexadecimal, over everything that decides the tokens of a text and the text of tokens:
-        the tokenizer, the tokens that the other files add, and the ids that end an output.
-        """
+    def facts(self) -> TokenizerFacts:
+        """Return what the other parts of a service need to know."""
         added = self._fields.get("added_tokens")
-        facts = [self.special_tokens, added, self.splits_special_tokens, list(end_ids)]
-        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+        decisive = [self.special_tokens, added, self.splits_special_tokens]
+        digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode())
         digest.update(hashlib.sha256((self._folder / "tokenizer.json").read_bytes()).digest())
-        return digest.hexdigest()
+        return TokenizerFacts(self.special_tokens, self.id_of("eos_token"), digest.hexdigest())
 
     def _merge(self) -> tuple[dict[str, object], list[object]]:
         """Return the named tokens and the others; set the listed ones."""

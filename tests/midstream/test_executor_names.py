@@ -470,17 +470,21 @@ def test_what_an_executor_cannot_use_is_refused_by_name(name: str) -> None:
 
 def _used(made: Any) -> Any:
     """Return what the service gets."""
-    if isinstance(made, api.OutputConfig | api.SamplingConfig):
-        return api.Request(**_REQUEST, **{f"{_snake(type(made).__name__)}": made}).to_proto()
-    if isinstance(made, api.SamplingParams):
+    kind = type(made)
+    request, config = api.Request(**_REQUEST), api.ExecutorConfig()
+    if kind in _PLACES:
+        whole: Any = request if hasattr(request, _PLACES[kind]) else config
+        setattr(whole, _PLACES[kind], made)
+        return _used(whole)
+    if kind is api.SamplingParams:
         return api.GenerationRequest([1], made).to_proto()
-    if isinstance(made, api.SchedulerConfig | api.KvCacheConfig | api.PeftCacheConfig):
-        return api.ExecutorConfig(**{_snake(type(made).__name__): made}).environment("/s")
-    return made.environment("/s") if isinstance(made, api.ExecutorConfig) else made.to_proto()
+    return made.environment("/s") if kind is api.ExecutorConfig else made.to_proto()
 
 
-def _snake(name: str) -> str:
-    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
+_PLACES: dict[Any, str] = {
+    api.OutputConfig: "output_config", api.SamplingConfig: "sampling_config", api.SchedulerConfig: "scheduler_config",
+    api.KvCacheConfig: "kv_cache_config", api.PeftCacheConfig: "peft_cache_config",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in OPTIONAL.items() for name in names.split()])

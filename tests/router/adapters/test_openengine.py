@@ -208,7 +208,12 @@ async def test_blocks_that_leave_the_pool_are_no_longer_on_the_gpu(cluster: Clus
         stats_pb2.KvEvent(sequence_number=2, group_id="a", updated=moved),
     ]
     call = control.SubscribeKvEvents(oe.SubscribeKvEventsRequest(), timeout=240)
-    first, second = [(await call.read()).batch, (await call.read()).batch]
+    batches: list[oe.KvEventBatch] = []
+    async for response in call:
+        batches.append(response.batch)
+        if len(batches) == 2:
+            break
+    first, second = batches
     assert (first.sequence_number, len(first.events)) == (1, 0)
     removed = second.events[0].block_removed
     assert [item.value for item in removed.block_hashes] == [(5).to_bytes(8, "little")]
