@@ -46,7 +46,7 @@ def lay_down(gguf_file: Path, folder: Path, sampling: Mapping[str, float]) -> No
     }
     _write(folder / "config.json", build_config(metadata, owners, lambda name: read_vector(*owners[name])))
     tokenizer, tokenizer_config = build_tokenizer(metadata)
-    _write(folder / "tokenizer.json", tokenizer)
+    _write(folder / "tokenizer.json", tokenizer, indent=None)  # large, and indented JSON takes ten times as long
     _write(folder / "tokenizer_config.json", tokenizer_config)
     _write(folder / "generation_config.json", {**special_ids(metadata), **sampling, **sampling_of(metadata)})
     for key, file in _TEMPLATES.items():
@@ -62,5 +62,5 @@ def lay_down(gguf_file: Path, folder: Path, sampling: Mapping[str, float]) -> No
             shutil.copyfile(source, target)
 
 
-def _write(path: Path, value: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _write(path: Path, value: Mapping[str, object], indent: int | None = 2) -> None:
+    path.write_text(json.dumps(value, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")

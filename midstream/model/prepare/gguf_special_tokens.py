@@ -69,7 +69,7 @@ def special_tokens_of(metadata: Mapping[str, object]) -> SpecialTokens:
     tokens = metadata.get("tokenizer.ggml.tokens")
     tokens = tokens if isinstance(tokens, list) else []
     types = _types(metadata, len(tokens))
-    by_text = {token: i for i, token in reversed(list(enumerate(tokens)))}
+    by_text = dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
     keys = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", *_FILL_IN_TEXTS)
     named = {key: token_id for key in keys if (token_id := _named_id(metadata, key, len(tokens))) is not None}
     ids = {key: token_id for key, token_id in _defaults(metadata).items() if token_id < len(tokens)} | named

@@ -171,6 +171,7 @@ def build_tokenizer(metadata: Mapping[str, object]) -> tuple[Json, Json]:
         for key, default in (("bos", adds_bos), ("eos", False), ("sep", False))
     }
     tokenizer["post_processor"] = _post_processor(adds, tokens, special)
+    tokenizer["model"] = tokenizer.pop("model")  # the last section, as the library writes it, and read only if needed
     # Listed here, too, so that finding a token's id does not need the large tokenizer.json.
     listed = {str(token["id"]): {name: value for name, value in token.items() if name != "id"} for token in added}
     flags = {f"add_{key}_token": adds[key] for key in ("bos", "eos")}
