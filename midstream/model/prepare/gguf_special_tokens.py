@@ -42,7 +42,11 @@ _FILL_IN_ENDS = ("fim_pad", "fim_rep", "fim_sep")
 # Control tokens of gpt-oss that are part of the text.
 _SHOWN_TEXTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 # Ids that a file does not name, by the kind of its vocabulary (`tokenizer.ggml.model`).
-_DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {"bos": 11, "eos": 11}}
+_DEFAULT_IDS = {
+    "llama": {"bos": 1, "eos": 2, "unknown": 0},
+    "gpt2": {"bos": 11, "eos": 11},
+    "bert": {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0},
+}
 # Pre-tokenizers whose vocabularies have no default start token.
 _WITHOUT_BOS = ("chatglm-bpe", "glm4", "glm5")
 
