@@ -81,6 +81,7 @@ class IterationStats(google.protobuf.message.Message):
     NUM_CONSERVATION_VIOLATIONS_FIELD_NUMBER: builtins.int
     SPECULATIVE_STATS_FIELD_NUMBER: builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: builtins.int
+    NUM_NEW_ACTIVE_REQUESTS_FIELD_NUMBER: builtins.int
     timestamp: builtins.str
     iter: builtins.int
     iter_latency_ms: builtins.float
@@ -101,6 +102,8 @@ class IterationStats(google.protobuf.message.Message):
     num_conservation_violations: builtins.int
     """Number of iterations after which free + cached + held blocks did not equal all blocks. Any value but 0 is a bug."""
     num_preemptions: builtins.int
+    num_new_active_requests: builtins.int
+    """Number of requests in the step that run for the first time; new_active_requests_queue_latency_ms is their sum."""
     @property
     def kv_cache_stats(self) -> global___KvCacheStats: ...
     @property
@@ -136,9 +139,10 @@ class IterationStats(google.protobuf.message.Message):
         num_conservation_violations: builtins.int = ...,
         speculative_stats: global___SpeculativeStats | None = ...,
         num_preemptions: builtins.int = ...,
+        num_new_active_requests: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["inflight_batching_stats", b"inflight_batching_stats", "kv_cache_stats", b"kv_cache_stats", "speculative_stats", b"speculative_stats", "static_batching_stats", b"static_batching_stats"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cpu_mem_usage", b"cpu_mem_usage", "gpu_mem_usage", b"gpu_mem_usage", "group_id", b"group_id", "inflight_batching_stats", b"inflight_batching_stats", "iter", b"iter", "iter_latency_ms", b"iter_latency_ms", "kv_cache_stats", b"kv_cache_stats", "max_num_active_requests", b"max_num_active_requests", "new_active_requests_queue_latency_ms", b"new_active_requests_queue_latency_ms", "num_active_requests", b"num_active_requests", "num_completed_requests", b"num_completed_requests", "num_conservation_violations", b"num_conservation_violations", "num_finished_by_reason", b"num_finished_by_reason", "num_preemptions", b"num_preemptions", "num_queued_requests", b"num_queued_requests", "num_stale_messages", b"num_stale_messages", "pinned_mem_usage", b"pinned_mem_usage", "speculative_stats", b"speculative_stats", "static_batching_stats", b"static_batching_stats", "timestamp", b"timestamp"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cpu_mem_usage", b"cpu_mem_usage", "gpu_mem_usage", b"gpu_mem_usage", "group_id", b"group_id", "inflight_batching_stats", b"inflight_batching_stats", "iter", b"iter", "iter_latency_ms", b"iter_latency_ms", "kv_cache_stats", b"kv_cache_stats", "max_num_active_requests", b"max_num_active_requests", "new_active_requests_queue_latency_ms", b"new_active_requests_queue_latency_ms", "num_active_requests", b"num_active_requests", "num_completed_requests", b"num_completed_requests", "num_conservation_violations", b"num_conservation_violations", "num_finished_by_reason", b"num_finished_by_reason", "num_new_active_requests", b"num_new_active_requests", "num_preemptions", b"num_preemptions", "num_queued_requests", b"num_queued_requests", "num_stale_messages", b"num_stale_messages", "pinned_mem_usage", b"pinned_mem_usage", "speculative_stats", b"speculative_stats", "static_batching_stats", b"static_batching_stats", "timestamp", b"timestamp"]) -> None: ...
 
 global___IterationStats = IterationStats
 

@@ -24,6 +24,7 @@ def iteration_stats_proto(stats: IterationStats, clock: SteadyClock) -> stats_pb
         timestamp=datetime.fromtimestamp(clock.to_unix_ns(stats.time_ns) / 1e9, UTC).strftime("%m-%d-%Y %H:%M:%S.%f"),
         iter=stats.iteration,
         iter_latency_ms=step.latency_ns / _NS_PER_MS,
+        num_new_active_requests=step.num_new_requests,
         new_active_requests_queue_latency_ms=step.queue_latency_ns / _NS_PER_MS,
         num_active_requests=requests.num_active,
         num_queued_requests=requests.num_queued,
