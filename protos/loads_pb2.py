@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import kind_pb2 as protos_dot_kind__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/loads.proto\x12\x0cmidstream.v1\x1a\x11protos/kind.proto\":\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0eonly_if_unread\x18\x02 \x01(\x08\"$\n\rAbortResponse\x12\x13\n\x0bwas_running\x18\x01 \x01(\x08\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xba\x02\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1b\n\x13max_sequence_length\x18\x04 \x01(\r\x12\x0f\n\x07\x65nd_ids\x18\x05 \x03(\r\x12\x13\n\x06pad_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08\x12\x10\n\x08\x66\x65\x61tures\x18\t \x03(\t\x12\x13\n\x0bhidden_size\x18\n \x01(\r\x12\x12\n\nnum_layers\x18\x0b \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x0c \x01(\t\x12\x1c\n\x14template_fingerprint\x18\r \x01(\tB\t\n\x07_pad_id\"\x16\n\x14GetServerInfoRequest\"\xa8\x02\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x17\n\x0fscheduler_epoch\x18\x02 \x01(\x04\x12\x17\n\x0fstarted_unix_ns\x18\x03 \x01(\x03\x12\x34\n\rworker_groups\x18\x04 \x03(\x0b\x32\x1d.midstream.v1.WorkerGroupInfo\x12\x33\n\x0c\x64\x65tokenizers\x18\x05 \x03(\x0b\x32\x1d.midstream.v1.DetokenizerInfo\x12\x18\n\x10tokens_per_block\x18\x06 \x01(\r\x12\x17\n\x0f\x63\x61pacity_policy\x18\x07 \x01(\t\x12\x15\n\rbatching_type\x18\x08 \x01(\t\x12\x0f\n\x07journal\x18\t \x01(\t\x12\x11\n\trouter_id\x18\n \x01(\t\"\x81\x02\n\x0fWorkerGroupInfo\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x1c\n\x14num_active_sequences\x18\x07 \x01(\r\x12\x1b\n\x13num_placed_requests\x18\x08 \x01(\x04\x12\x11\n\tnum_steps\x18\t \x01(\x04\x12&\n\x04kind\x18\n \x01(\x0b\x32\x18.midstream.v1.WorkerKind\x12\x10\n\x08held_off\x18\x0b \x01(\t\"z\n\x0f\x44\x65tokenizerInfo\x12\x16\n\x0e\x64\x65tokenizer_id\x18\x01 \x01(\t\x12\x14\n\x0cnum_attached\x18\x02 \x01(\r\x12\x1a\n\x12num_attached_total\x18\x03 \x01(\x04\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\"\x11\n\x0fGetLoadsRequest\"9\n\x10GetLoadsResponse\x12%\n\x05\x63\x65lls\x18\x01 \x03(\x0b\x32\x16.midstream.v1.CellLoad\"\xb0\x02\n\x08\x43\x65llLoad\x12\x0c\n\x04\x63\x65ll\x18\x01 \x01(\t\x12\x17\n\x0fscheduler_epoch\x18\x02 \x01(\x04\x12\x1c\n\x14num_running_requests\x18\x03 \x01(\r\x12\x1b\n\x13num_queued_requests\x18\x04 \x01(\r\x12\x1f\n\x17max_num_queued_requests\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x07 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x08 \x01(\x04\x12\x18\n\x10tokens_per_block\x18\t \x01(\r\x12\x15\n\rrunning_loras\x18\n \x03(\t\x12\x15\n\rwaiting_loras\x18\x0b \x03(\t\x12\x11\n\tmax_loras\x18\x0c \x01(\r\"-\n\x0fLoadLoraRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"8\n\x10LoadLoraResponse\x12$\n\x04lora\x18\x01 \x01(\x0b\x32\x16.midstream.v1.LoraInfo\"!\n\x11UnloadLoraRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x14\n\x12UnloadLoraResponse\"\x12\n\x10ListLorasRequest\":\n\x11ListLorasResponse\x12%\n\x05loras\x18\x01 \x03(\x0b\x32\x16.midstream.v1.LoraInfo\"x\n\x08LoraInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x1a\n\x12num_virtual_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/loads.proto\x12\x0cmidstream.v1\x1a\x11protos/kind.proto\":\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0eonly_if_unread\x18\x02 \x01(\x08\"$\n\rAbortResponse\x12\x13\n\x0bwas_running\x18\x01 \x01(\x08\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xba\x02\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1b\n\x13max_sequence_length\x18\x04 \x01(\r\x12\x0f\n\x07\x65nd_ids\x18\x05 \x03(\r\x12\x13\n\x06pad_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08\x12\x10\n\x08\x66\x65\x61tures\x18\t \x03(\t\x12\x13\n\x0bhidden_size\x18\n \x01(\r\x12\x12\n\nnum_layers\x18\x0b \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x0c \x01(\t\x12\x1c\n\x14template_fingerprint\x18\r \x01(\tB\t\n\x07_pad_id\"\x16\n\x14GetServerInfoRequest\"\xa8\x02\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x17\n\x0fscheduler_epoch\x18\x02 \x01(\x04\x12\x17\n\x0fstarted_unix_ns\x18\x03 \x01(\x03\x12\x34\n\rworker_groups\x18\x04 \x03(\x0b\x32\x1d.midstream.v1.WorkerGroupInfo\x12\x33\n\x0c\x64\x65tokenizers\x18\x05 \x03(\x0b\x32\x1d.midstream.v1.DetokenizerInfo\x12\x18\n\x10tokens_per_block\x18\x06 \x01(\r\x12\x17\n\x0f\x63\x61pacity_policy\x18\x07 \x01(\t\x12\x15\n\rbatching_type\x18\x08 \x01(\t\x12\x0f\n\x07journal\x18\t \x01(\t\x12\x11\n\trouter_id\x18\n \x01(\t\"\x96\x02\n\x0fWorkerGroupInfo\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x1c\n\x14num_active_sequences\x18\x07 \x01(\r\x12\x1b\n\x13num_placed_requests\x18\x08 \x01(\x04\x12\x11\n\tnum_steps\x18\t \x01(\x04\x12&\n\x04kind\x18\n \x01(\x0b\x32\x18.midstream.v1.WorkerKind\x12\x10\n\x08held_off\x18\x0b \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x0c \x01(\x04\"z\n\x0f\x44\x65tokenizerInfo\x12\x16\n\x0e\x64\x65tokenizer_id\x18\x01 \x01(\t\x12\x14\n\x0cnum_attached\x18\x02 \x01(\r\x12\x1a\n\x12num_attached_total\x18\x03 \x01(\x04\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\"\x11\n\x0fGetLoadsRequest\"9\n\x10GetLoadsResponse\x12%\n\x05\x63\x65lls\x18\x01 \x03(\x0b\x32\x16.midstream.v1.CellLoad\"\xb0\x02\n\x08\x43\x65llLoad\x12\x0c\n\x04\x63\x65ll\x18\x01 \x01(\t\x12\x17\n\x0fscheduler_epoch\x18\x02 \x01(\x04\x12\x1c\n\x14num_running_requests\x18\x03 \x01(\r\x12\x1b\n\x13num_queued_requests\x18\x04 \x01(\r\x12\x1f\n\x17max_num_queued_requests\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x07 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x08 \x01(\x04\x12\x18\n\x10tokens_per_block\x18\t \x01(\r\x12\x15\n\rrunning_loras\x18\n \x03(\t\x12\x15\n\rwaiting_loras\x18\x0b \x03(\t\x12\x11\n\tmax_loras\x18\x0c \x01(\r\"-\n\x0fLoadLoraRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"8\n\x10LoadLoraResponse\x12$\n\x04lora\x18\x01 \x01(\x0b\x32\x16.midstream.v1.LoraInfo\"!\n\x11UnloadLoraRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x14\n\x12UnloadLoraResponse\"\x12\n\x10ListLorasRequest\":\n\x11ListLorasResponse\x12%\n\x05loras\x18\x01 \x03(\x0b\x32\x16.midstream.v1.LoraInfo\"x\n\x08LoraInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x1a\n\x12num_virtual_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,27 +45,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SERVERINFO']._serialized_start=533
   _globals['_SERVERINFO']._serialized_end=829
   _globals['_WORKERGROUPINFO']._serialized_start=832
-  _globals['_WORKERGROUPINFO']._serialized_end=1089
-  _globals['_DETOKENIZERINFO']._serialized_start=1091
-  _globals['_DETOKENIZERINFO']._serialized_end=1213
-  _globals['_GETLOADSREQUEST']._serialized_start=1215
-  _globals['_GETLOADSREQUEST']._serialized_end=1232
-  _globals['_GETLOADSRESPONSE']._serialized_start=1234
-  _globals['_GETLOADSRESPONSE']._serialized_end=1291
-  _globals['_CELLLOAD']._serialized_start=1294
-  _globals['_CELLLOAD']._serialized_end=1598
-  _globals['_LOADLORAREQUEST']._serialized_start=1600
-  _globals['_LOADLORAREQUEST']._serialized_end=1645
-  _globals['_LOADLORARESPONSE']._serialized_start=1647
-  _globals['_LOADLORARESPONSE']._serialized_end=1703
-  _globals['_UNLOADLORAREQUEST']._serialized_start=1705
-  _globals['_UNLOADLORAREQUEST']._serialized_end=1738
-  _globals['_UNLOADLORARESPONSE']._serialized_start=1740
-  _globals['_UNLOADLORARESPONSE']._serialized_end=1760
-  _globals['_LISTLORASREQUEST']._serialized_start=1762
-  _globals['_LISTLORASREQUEST']._serialized_end=1780
-  _globals['_LISTLORASRESPONSE']._serialized_start=1782
-  _globals['_LISTLORASRESPONSE']._serialized_end=1840
-  _globals['_LORAINFO']._serialized_start=1842
-  _globals['_LORAINFO']._serialized_end=1962
+  _globals['_WORKERGROUPINFO']._serialized_end=1110
+  _globals['_DETOKENIZERINFO']._serialized_start=1112
+  _globals['_DETOKENIZERINFO']._serialized_end=1234
+  _globals['_GETLOADSREQUEST']._serialized_start=1236
+  _globals['_GETLOADSREQUEST']._serialized_end=1253
+  _globals['_GETLOADSRESPONSE']._serialized_start=1255
+  _globals['_GETLOADSRESPONSE']._serialized_end=1312
+  _globals['_CELLLOAD']._serialized_start=1315
+  _globals['_CELLLOAD']._serialized_end=1619
+  _globals['_LOADLORAREQUEST']._serialized_start=1621
+  _globals['_LOADLORAREQUEST']._serialized_end=1666
+  _globals['_LOADLORARESPONSE']._serialized_start=1668
+  _globals['_LOADLORARESPONSE']._serialized_end=1724
+  _globals['_UNLOADLORAREQUEST']._serialized_start=1726
+  _globals['_UNLOADLORAREQUEST']._serialized_end=1759
+  _globals['_UNLOADLORARESPONSE']._serialized_start=1761
+  _globals['_UNLOADLORARESPONSE']._serialized_end=1781
+  _globals['_LISTLORASREQUEST']._serialized_start=1783
+  _globals['_LISTLORASREQUEST']._serialized_end=1801
+  _globals['_LISTLORASRESPONSE']._serialized_start=1803
+  _globals['_LISTLORASRESPONSE']._serialized_end=1861
+  _globals['_LORAINFO']._serialized_start=1863
+  _globals['_LORAINFO']._serialized_end=1983
 # @@protoc_insertion_point(module_scope)

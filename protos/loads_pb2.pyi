@@ -199,6 +199,7 @@ class WorkerGroupInfo(google.protobuf.message.Message):
     NUM_STEPS_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
     HELD_OFF_FIELD_NUMBER: builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     epoch: builtins.int
     num_blocks: builtins.int
@@ -211,6 +212,8 @@ class WorkerGroupInfo(google.protobuf.message.Message):
     num_steps: builtins.int
     held_off: builtins.str
     """Why the group gets no work because of faults, deaths or wrong results; empty if it gets work."""
+    block_bytes: builtins.int
+    """Size of one of num_blocks in all layers, in bytes."""
     @property
     def kind(self) -> protos.kind_pb2.WorkerKind: ...
     def __init__(
@@ -227,9 +230,10 @@ class WorkerGroupInfo(google.protobuf.message.Message):
         num_steps: builtins.int = ...,
         kind: protos.kind_pb2.WorkerKind | None = ...,
         held_off: builtins.str = ...,
+        block_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["kind", b"kind"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "dtype", b"dtype", "epoch", b"epoch", "group_id", b"group_id", "held_off", b"held_off", "kind", b"kind", "num_active_sequences", b"num_active_sequences", "num_blocks", b"num_blocks", "num_placed_requests", b"num_placed_requests", "num_steps", b"num_steps", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_bytes", b"block_bytes", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "group_id", b"group_id", "held_off", b"held_off", "kind", b"kind", "num_active_sequences", b"num_active_sequences", "num_blocks", b"num_blocks", "num_placed_requests", b"num_placed_requests", "num_steps", b"num_steps", "world_size", b"world_size"]) -> None: ...
 
 global___WorkerGroupInfo = WorkerGroupInfo
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/stats.proto\x12\x0cmidstream.v1\"C\n\x18GetIterationStatsRequest\x12\x0e\n\x06stream\x18\x01 \x01(\x08\x12\x17\n\x0fmin_interval_ms\x18\x02 \x01(\r\"\xe1\x06\n\x0eIterationStats\x12\x11\n\ttimestamp\x18\x01 \x01(\t\x12\x0c\n\x04iter\x18\x02 \x01(\x04\x12&\n\x0fiter_latency_ms\x18\x03 \x01(\x01R\riterLatencyMS\x12M\n$new_active_requests_queue_latency_ms\x18\x04 \x01(\x01R\x1fnewActiveRequestsQueueLatencyMS\x12\x1b\n\x13num_active_requests\x18\x05 \x01(\r\x12\x1b\n\x13num_queued_requests\x18\x06 \x01(\r\x12\x1e\n\x16num_completed_requests\x18\x07 \x01(\x04\x12\x1f\n\x17max_num_active_requests\x18\x08 \x01(\r\x12\x15\n\rcpu_mem_usage\x18\t \x01(\x04\x12\x15\n\rgpu_mem_usage\x18\n \x01(\x04\x12\x18\n\x10pinned_mem_usage\x18\x0b \x01(\x04\x12\x32\n\x0ekv_cache_stats\x18\x0c \x01(\x0b\x32\x1a.midstream.v1.KvCacheStats\x12\x44\n\x17inflight_batching_stats\x18\r \x01(\x0b\x32#.midstream.v1.InflightBatchingStats\x12@\n\x15static_batching_stats\x18\x0e \x01(\x0b\x32!.midstream.v1.StaticBatchingStats\x12\x10\n\x08group_id\x18\x0f \x01(\t\x12U\n\x16num_finished_by_reason\x18\x10 \x03(\x0b\x32\x35.midstream.v1.IterationStats.NumFinishedByReasonEntry\x12\x1a\n\x12num_stale_messages\x18\x11 \x01(\x04\x12#\n\x1bnum_conservation_violations\x18\x12 \x01(\x04\x12\x39\n\x11speculative_stats\x18\x13 \x01(\x0b\x32\x1e.midstream.v1.SpeculativeStats\x12\x17\n\x0fnum_preemptions\x18\x14 \x01(\x04\x1a:\n\x18NumFinishedByReasonEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xa1\x02\n\x0cKvCacheStats\x12\x16\n\x0emax_num_blocks\x18\x01 \x01(\r\x12\x17\n\x0f\x66ree_num_blocks\x18\x02 \x01(\r\x12\x17\n\x0fused_num_blocks\x18\x03 \x01(\r\x12\x18\n\x10tokens_per_block\x18\x04 \x01(\r\x12\x1a\n\x12\x61lloc_total_blocks\x18\x05 \x01(\x04\x12\x18\n\x10\x61lloc_new_blocks\x18\x06 \x01(\x04\x12\x15\n\rreused_blocks\x18\x07 \x01(\x04\x12\x19\n\x11\x63\x61\x63hed_num_blocks\x18\x08 \x01(\r\x12\x15\n\rmissed_blocks\x18\t \x01(\x04\x12\x16\n\x0e\x63\x61\x63he_hit_rate\x18\n \x01(\x01\x12\x16\n\x0e\x65victed_blocks\x18\x0b \x01(\x04\"\xe5\x01\n\x15InflightBatchingStats\x12\x1e\n\x16num_scheduled_requests\x18\x01 \x01(\r\x12\x1c\n\x14num_context_requests\x18\x02 \x01(\r\x12\x18\n\x10num_gen_requests\x18\x03 \x01(\r\x12\x1b\n\x13num_paused_requests\x18\x04 \x01(\r\x12\x16\n\x0enum_ctx_tokens\x18\x05 \x01(\r\x12\x16\n\x0emicro_batch_id\x18\x06 \x01(\x04\x12\'\n\x1f\x61vg_num_decoded_tokens_per_iter\x18\x07 \x01(\x01\"\x9c\x01\n\x13StaticBatchingStats\x12\x1e\n\x16num_scheduled_requests\x18\x01 \x01(\r\x12\x1c\n\x14num_context_requests\x18\x02 \x01(\r\x12\x16\n\x0enum_ctx_tokens\x18\x03 \x01(\r\x12\x16\n\x0enum_gen_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x65mpty_gen_slots\x18\x05 \x01(\r\"b\n\x10SpeculativeStats\x12\x18\n\x10num_draft_tokens\x18\x01 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x02 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65ptance_rate\x18\x03 \x01(\x01\"-\n\x16GetRequestStatsRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"G\n\x17GetRequestStatsResponse\x12,\n\x08requests\x18\x01 \x03(\x0b\x32\x1a.midstream.v1.RequestStats\"\xab\x05\n\x0cRequestStats\x12\n\n\x02id\x18\x01 \x01(\t\x12/\n\x05stage\x18\x02 \x01(\x0e\x32 .midstream.v1.RequestStats.Stage\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12 \n\x18\x63ontext_prefill_position\x18\x04 \x01(\r\x12\x15\n\rnum_sequences\x18\x05 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x06 \x01(\r\x12\'\n\x1f\x61vg_num_decoded_tokens_per_iter\x18\x07 \x01(\x01\x12\x11\n\tscheduled\x18\x08 \x01(\x08\x12\x0e\n\x06paused\x18\t \x01(\x08\x12&\n\x1e\x61lloc_total_blocks_per_request\x18\n \x01(\r\x12$\n\x1c\x61lloc_new_blocks_per_request\x18\x0b \x01(\r\x12!\n\x19reused_blocks_per_request\x18\x0c \x01(\r\x12!\n\x19missed_blocks_per_request\x18\r \x01(\r\x12%\n\x1dkv_cache_hit_rate_per_request\x18\x0e \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x0f \x01(\r\x12\x12\n\nis_aborted\x18\x10 \x01(\x08\x12\x10\n\x08group_id\x18\x11 \x01(\t\"\xa5\x01\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x10\n\x0cSTAGE_QUEUED\x10\x01\x12\x13\n\x0fSTAGE_SCHEDULED\x10\x02\x12\x1d\n\x19STAGE_CONTEXT_IN_PROGRESS\x10\x03\x12 \n\x1cSTAGE_GENERATION_IN_PROGRESS\x10\x04\x12\x1d\n\x19STAGE_GENERATION_COMPLETE\x10\x05\"S\n\x18SubscribeKvEventsRequest\x12\x1d\n\x15start_sequence_number\x18\x01 \x01(\x04\x12\x18\n\x10include_snapshot\x18\x02 \x01(\x08\"J\n\x0cKvEventBatch\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.midstream.v1.KvEvent\x12\x13\n\x0bis_snapshot\x18\x02 \x01(\x08\"\xd0\x01\n\x07KvEvent\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12.\n\x06stored\x18\x03 \x01(\x0b\x32\x1c.midstream.v1.KvBlocksStoredH\x00\x12\x30\n\x07removed\x18\x04 \x01(\x0b\x32\x1d.midstream.v1.KvBlocksRemovedH\x00\x12/\n\x07\x63leared\x18\x05 \x01(\x0b\x32\x1c.midstream.v1.KvCacheClearedH\x00\x42\x07\n\x05\x65vent\"\x8f\x01\n\x0eKvBlocksStored\x12\x13\n\x0bparent_hash\x18\x01 \x01(\x06\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x06\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x18\n\x10tokens_per_block\x18\x04 \x01(\r\x12\x11\n\tlora_name\x18\x05 \x01(\t\x12\x12\n\npriorities\x18\x06 \x03(\r\"\'\n\x0fKvBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x06\"\x10\n\x0eKvCacheClearedb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/stats.proto\x12\x0cmidstream.v1\"C\n\x18GetIterationStatsRequest\x12\x0e\n\x06stream\x18\x01 \x01(\x08\x12\x17\n\x0fmin_interval_ms\x18\x02 \x01(\r\"\x82\x07\n\x0eIterationStats\x12\x11\n\ttimestamp\x18\x01 \x01(\t\x12\x0c\n\x04iter\x18\x02 \x01(\x04\x12&\n\x0fiter_latency_ms\x18\x03 \x01(\x01R\riterLatencyMS\x12M\n$new_active_requests_queue_latency_ms\x18\x04 \x01(\x01R\x1fnewActiveRequestsQueueLatencyMS\x12\x1b\n\x13num_active_requests\x18\x05 \x01(\r\x12\x1b\n\x13num_queued_requests\x18\x06 \x01(\r\x12\x1e\n\x16num_completed_requests\x18\x07 \x01(\x04\x12\x1f\n\x17max_num_active_requests\x18\x08 \x01(\r\x12\x15\n\rcpu_mem_usage\x18\t \x01(\x04\x12\x15\n\rgpu_mem_usage\x18\n \x01(\x04\x12\x18\n\x10pinned_mem_usage\x18\x0b \x01(\x04\x12\x32\n\x0ekv_cache_stats\x18\x0c \x01(\x0b\x32\x1a.midstream.v1.KvCacheStats\x12\x44\n\x17inflight_batching_stats\x18\r \x01(\x0b\x32#.midstream.v1.InflightBatchingStats\x12@\n\x15static_batching_stats\x18\x0e \x01(\x0b\x32!.midstream.v1.StaticBatchingStats\x12\x10\n\x08group_id\x18\x0f \x01(\t\x12U\n\x16num_finished_by_reason\x18\x10 \x03(\x0b\x32\x35.midstream.v1.IterationStats.NumFinishedByReasonEntry\x12\x1a\n\x12num_stale_messages\x18\x11 \x01(\x04\x12#\n\x1bnum_conservation_violations\x18\x12 \x01(\x04\x12\x39\n\x11speculative_stats\x18\x13 \x01(\x0b\x32\x1e.midstream.v1.SpeculativeStats\x12\x17\n\x0fnum_preemptions\x18\x14 \x01(\x04\x12\x1f\n\x17num_new_active_requests\x18\x15 \x01(\r\x1a:\n\x18NumFinishedByReasonEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xa1\x02\n\x0cKvCacheStats\x12\x16\n\x0emax_num_blocks\x18\x01 \x01(\r\x12\x17\n\x0f\x66ree_num_blocks\x18\x02 \x01(\r\x12\x17\n\x0fused_num_blocks\x18\x03 \x01(\r\x12\x18\n\x10tokens_per_block\x18\x04 \x01(\r\x12\x1a\n\x12\x61lloc_total_blocks\x18\x05 \x01(\x04\x12\x18\n\x10\x61lloc_new_blocks\x18\x06 \x01(\x04\x12\x15\n\rreused_blocks\x18\x07 \x01(\x04\x12\x19\n\x11\x63\x61\x63hed_num_blocks\x18\x08 \x01(\r\x12\x15\n\rmissed_blocks\x18\t \x01(\x04\x12\x16\n\x0e\x63\x61\x63he_hit_rate\x18\n \x01(\x01\x12\x16\n\x0e\x65victed_blocks\x18\x0b \x01(\x04\"\xe5\x01\n\x15InflightBatchingStats\x12\x1e\n\x16num_scheduled_requests\x18\x01 \x01(\r\x12\x1c\n\x14num_context_requests\x18\x02 \x01(\r\x12\x18\n\x10num_gen_requests\x18\x03 \x01(\r\x12\x1b\n\x13num_paused_requests\x18\x04 \x01(\r\x12\x16\n\x0enum_ctx_tokens\x18\x05 \x01(\r\x12\x16\n\x0emicro_batch_id\x18\x06 \x01(\x04\x12\'\n\x1f\x61vg_num_decoded_tokens_per_iter\x18\x07 \x01(\x01\"\x9c\x01\n\x13StaticBatchingStats\x12\x1e\n\x16num_scheduled_requests\x18\x01 \x01(\r\x12\x1c\n\x14num_context_requests\x18\x02 \x01(\r\x12\x16\n\x0enum_ctx_tokens\x18\x03 \x01(\r\x12\x16\n\x0enum_gen_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x65mpty_gen_slots\x18\x05 \x01(\r\"b\n\x10SpeculativeStats\x12\x18\n\x10num_draft_tokens\x18\x01 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x02 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65ptance_rate\x18\x03 \x01(\x01\"-\n\x16GetRequestStatsRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"G\n\x17GetRequestStatsResponse\x12,\n\x08requests\x18\x01 \x03(\x0b\x32\x1a.midstream.v1.RequestStats\"\xab\x05\n\x0cRequestStats\x12\n\n\x02id\x18\x01 \x01(\t\x12/\n\x05stage\x18\x02 \x01(\x0e\x32 .midstream.v1.RequestStats.Stage\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12 \n\x18\x63ontext_prefill_position\x18\x04 \x01(\r\x12\x15\n\rnum_sequences\x18\x05 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x06 \x01(\r\x12\'\n\x1f\x61vg_num_decoded_tokens_per_iter\x18\x07 \x01(\x01\x12\x11\n\tscheduled\x18\x08 \x01(\x08\x12\x0e\n\x06paused\x18\t \x01(\x08\x12&\n\x1e\x61lloc_total_blocks_per_request\x18\n \x01(\r\x12$\n\x1c\x61lloc_new_blocks_per_request\x18\x0b \x01(\r\x12!\n\x19reused_blocks_per_request\x18\x0c \x01(\r\x12!\n\x19missed_blocks_per_request\x18\r \x01(\r\x12%\n\x1dkv_cache_hit_rate_per_request\x18\x0e \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x0f \x01(\r\x12\x12\n\nis_aborted\x18\x10 \x01(\x08\x12\x10\n\x08group_id\x18\x11 \x01(\t\"\xa5\x01\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x10\n\x0cSTAGE_QUEUED\x10\x01\x12\x13\n\x0fSTAGE_SCHEDULED\x10\x02\x12\x1d\n\x19STAGE_CONTEXT_IN_PROGRESS\x10\x03\x12 \n\x1cSTAGE_GENERATION_IN_PROGRESS\x10\x04\x12\x1d\n\x19STAGE_GENERATION_COMPLETE\x10\x05\"S\n\x18SubscribeKvEventsRequest\x12\x1d\n\x15start_sequence_number\x18\x01 \x01(\x04\x12\x18\n\x10include_snapshot\x18\x02 \x01(\x08\"J\n\x0cKvEventBatch\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.midstream.v1.KvEvent\x12\x13\n\x0bis_snapshot\x18\x02 \x01(\x08\"\x82\x02\n\x07KvEvent\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12.\n\x06stored\x18\x03 \x01(\x0b\x32\x1c.midstream.v1.KvBlocksStoredH\x00\x12\x30\n\x07removed\x18\x04 \x01(\x0b\x32\x1d.midstream.v1.KvBlocksRemovedH\x00\x12/\n\x07\x63leared\x18\x05 \x01(\x0b\x32\x1c.midstream.v1.KvCacheClearedH\x00\x12\x30\n\x07updated\x18\x06 \x01(\x0b\x32\x1d.midstream.v1.KvBlocksUpdatedH\x00\x42\x07\n\x05\x65vent\"\x8f\x01\n\x0eKvBlocksStored\x12\x13\n\x0bparent_hash\x18\x01 \x01(\x06\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x06\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x18\n\x10tokens_per_block\x18\x04 \x01(\r\x12\x11\n\tlora_name\x18\x05 \x01(\t\x12\x12\n\npriorities\x18\x06 \x03(\r\"\'\n\x0fKvBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x06\"u\n\x0fKvBlocksUpdated\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x06\x12\x18\n\x0b\x63\x61\x63he_level\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x15\n\x08priority\x18\x03 \x01(\rH\x01\x88\x01\x01\x42\x0e\n\x0c_cache_levelB\x0b\n\t_priority\"\x10\n\x0eKvCacheClearedb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,35 +36,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETITERATIONSTATSREQUEST']._serialized_start=36
   _globals['_GETITERATIONSTATSREQUEST']._serialized_end=103
   _globals['_ITERATIONSTATS']._serialized_start=106
-  _globals['_ITERATIONSTATS']._serialized_end=971
-  _globals['_ITERATIONSTATS_NUMFINISHEDBYREASONENTRY']._serialized_start=913
-  _globals['_ITERATIONSTATS_NUMFINISHEDBYREASONENTRY']._serialized_end=971
-  _globals['_KVCACHESTATS']._serialized_start=974
-  _globals['_KVCACHESTATS']._serialized_end=1263
-  _globals['_INFLIGHTBATCHINGSTATS']._serialized_start=1266
-  _globals['_INFLIGHTBATCHINGSTATS']._serialized_end=1495
-  _globals['_STATICBATCHINGSTATS']._serialized_start=1498
-  _globals['_STATICBATCHINGSTATS']._serialized_end=1654
-  _globals['_SPECULATIVESTATS']._serialized_start=1656
-  _globals['_SPECULATIVESTATS']._serialized_end=1754
-  _globals['_GETREQUESTSTATSREQUEST']._serialized_start=1756
-  _globals['_GETREQUESTSTATSREQUEST']._serialized_end=1801
-  _globals['_GETREQUESTSTATSRESPONSE']._serialized_start=1803
-  _globals['_GETREQUESTSTATSRESPONSE']._serialized_end=1874
-  _globals['_REQUESTSTATS']._serialized_start=1877
-  _globals['_REQUESTSTATS']._serialized_end=2560
-  _globals['_REQUESTSTATS_STAGE']._serialized_start=2395
-  _globals['_REQUESTSTATS_STAGE']._serialized_end=2560
-  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_start=2562
-  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_end=2645
-  _globals['_KVEVENTBATCH']._serialized_start=2647
-  _globals['_KVEVENTBATCH']._serialized_end=2721
-  _globals['_KVEVENT']._serialized_start=2724
-  _globals['_KVEVENT']._serialized_end=2932
-  _globals['_KVBLOCKSSTORED']._serialized_start=2935
-  _globals['_KVBLOCKSSTORED']._serialized_end=3078
-  _globals['_KVBLOCKSREMOVED']._serialized_start=3080
-  _globals['_KVBLOCKSREMOVED']._serialized_end=3119
-  _globals['_KVCACHECLEARED']._serialized_start=3121
-  _globals['_KVCACHECLEARED']._serialized_end=3137
+  _globals['_ITERATIONSTATS']._serialized_end=1004
+  _globals['_ITERATIONSTATS_NUMFINISHEDBYREASONENTRY']._serialized_start=946
+  _globals['_ITERATIONSTATS_NUMFINISHEDBYREASONENTRY']._serialized_end=1004
+  _globals['_KVCACHESTATS']._serialized_start=1007
+  _globals['_KVCACHESTATS']._serialized_end=1296
+  _globals['_INFLIGHTBATCHINGSTATS']._serialized_start=1299
+  _globals['_INFLIGHTBATCHINGSTATS']._serialized_end=1528
+  _globals['_STATICBATCHINGSTATS']._serialized_start=1531
+  _globals['_STATICBATCHINGSTATS']._serialized_end=1687
+  _globals['_SPECULATIVESTATS']._serialized_start=1689
+  _globals['_SPECULATIVESTATS']._serialized_end=1787
+  _globals['_GETREQUESTSTATSREQUEST']._serialized_start=1789
+  _globals['_GETREQUESTSTATSREQUEST']._serialized_end=1834
+  _globals['_GETREQUESTSTATSRESPONSE']._serialized_start=1836
+  _globals['_GETREQUESTSTATSRESPONSE']._serialized_end=1907
+  _globals['_REQUESTSTATS']._serialized_start=1910
+  _globals['_REQUESTSTATS']._serialized_end=2593
+  _globals['_REQUESTSTATS_STAGE']._serialized_start=2428
+  _globals['_REQUESTSTATS_STAGE']._serialized_end=2593
+  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_start=2595
+  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_end=2678
+  _globals['_KVEVENTBATCH']._serialized_start=2680
+  _globals['_KVEVENTBATCH']._serialized_end=2754
+  _globals['_KVEVENT']._serialized_start=2757
+  _globals['_KVEVENT']._serialized_end=3015
+  _globals['_KVBLOCKSSTORED']._serialized_start=3018
+  _globals['_KVBLOCKSSTORED']._serialized_end=3161
+  _globals['_KVBLOCKSREMOVED']._serialized_start=3163
+  _globals['_KVBLOCKSREMOVED']._serialized_end=3202
+  _globals['_KVBLOCKSUPDATED']._serialized_start=3204
+  _globals['_KVBLOCKSUPDATED']._serialized_end=3321
+  _globals['_KVCACHECLEARED']._serialized_start=3323
+  _globals['_KVCACHECLEARED']._serialized_end=3339
 # @@protoc_insertion_point(module_scope)

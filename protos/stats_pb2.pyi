@@ -81,6 +81,7 @@ class IterationStats(google.protobuf.message.Message):
     NUM_CONSERVATION_VIOLATIONS_FIELD_NUMBER: builtins.int
     SPECULATIVE_STATS_FIELD_NUMBER: builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: builtins.int
+    NUM_NEW_ACTIVE_REQUESTS_FIELD_NUMBER: builtins.int
     timestamp: builtins.str
     iter: builtins.int
     iter_latency_ms: builtins.float
@@ -101,6 +102,8 @@ class IterationStats(google.protobuf.message.Message):
     num_conservation_violations: builtins.int
     """Number of iterations after which free + cached + held blocks did not equal all blocks. Any value but 0 is a bug."""
     num_preemptions: builtins.int
+    num_new_active_requests: builtins.int
+    """Number of requests in the step that run for the first time; new_active_requests_queue_latency_ms is their sum."""
     @property
     def kv_cache_stats(self) -> global___KvCacheStats: ...
     @property
@@ -136,9 +139,10 @@ class IterationStats(google.protobuf.message.Message):
         num_conservation_violations: builtins.int = ...,
         speculative_stats: global___SpeculativeStats | None = ...,
         num_preemptions: builtins.int = ...,
+        num_new_active_requests: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["inflight_batching_stats", b"inflight_batching_stats", "kv_cache_stats", b"kv_cache_stats", "speculative_stats", b"speculative_stats", "static_batching_stats", b"static_batching_stats"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cpu_mem_usage", b"cpu_mem_usage", "gpu_mem_usage", b"gpu_mem_usage", "group_id", b"group_id", "inflight_batching_stats", b"inflight_batching_stats", "iter", b"iter", "iter_latency_ms", b"iter_latency_ms", "kv_cache_stats", b"kv_cache_stats", "max_num_active_requests", b"max_num_active_requests", "new_active_requests_queue_latency_ms", b"new_active_requests_queue_latency_ms", "num_active_requests", b"num_active_requests", "num_completed_requests", b"num_completed_requests", "num_conservation_violations", b"num_conservation_violations", "num_finished_by_reason", b"num_finished_by_reason", "num_preemptions", b"num_preemptions", "num_queued_requests", b"num_queued_requests", "num_stale_messages", b"num_stale_messages", "pinned_mem_usage", b"pinned_mem_usage", "speculative_stats", b"speculative_stats", "static_batching_stats", b"static_batching_stats", "timestamp", b"timestamp"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cpu_mem_usage", b"cpu_mem_usage", "gpu_mem_usage", b"gpu_mem_usage", "group_id", b"group_id", "inflight_batching_stats", b"inflight_batching_stats", "iter", b"iter", "iter_latency_ms", b"iter_latency_ms", "kv_cache_stats", b"kv_cache_stats", "max_num_active_requests", b"max_num_active_requests", "new_active_requests_queue_latency_ms", b"new_active_requests_queue_latency_ms", "num_active_requests", b"num_active_requests", "num_completed_requests", b"num_completed_requests", "num_conservation_violations", b"num_conservation_violations", "num_finished_by_reason", b"num_finished_by_reason", "num_new_active_requests", b"num_new_active_requests", "num_preemptions", b"num_preemptions", "num_queued_requests", b"num_queued_requests", "num_stale_messages", b"num_stale_messages", "pinned_mem_usage", b"pinned_mem_usage", "speculative_stats", b"speculative_stats", "static_batching_stats", b"static_batching_stats", "timestamp", b"timestamp"]) -> None: ...
 
 global___IterationStats = IterationStats
 
@@ -442,7 +446,8 @@ class KvEventBatch(google.protobuf.message.Message):
     IS_SNAPSHOT_FIELD_NUMBER: builtins.int
     is_snapshot: builtins.bool
     """Whether this is a snapshot. Its events describe the complete contents of the caches as of their sequence number:
-    `cleared` for all groups, then `stored` for each group, with hashes only. The next event has the next number.
+    `cleared` for all groups, then for each group `stored`, with hashes only, and `updated` if there are blocks below the
+    pool. The next event has the next number.
     """
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___KvEvent]: ...
@@ -465,6 +470,7 @@ class KvEvent(google.protobuf.message.Message):
     STORED_FIELD_NUMBER: builtins.int
     REMOVED_FIELD_NUMBER: builtins.int
     CLEARED_FIELD_NUMBER: builtins.int
+    UPDATED_FIELD_NUMBER: builtins.int
     sequence_number: builtins.int
     group_id: builtins.str
     @property
@@ -475,6 +481,8 @@ class KvEvent(google.protobuf.message.Message):
     def cleared(self) -> global___KvCacheCleared:
         """The group's cache was cleared, or the reader missed events before this one."""
 
+    @property
+    def updated(self) -> global___KvBlocksUpdated: ...
     def __init__(
         self,
         *,
@@ -483,10 +491,11 @@ class KvEvent(google.protobuf.message.Message):
         stored: global___KvBlocksStored | None = ...,
         removed: global___KvBlocksRemoved | None = ...,
         cleared: global___KvCacheCleared | None = ...,
+        updated: global___KvBlocksUpdated | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "stored", b"stored"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cleared", b"cleared", "event", b"event", "group_id", b"group_id", "removed", b"removed", "sequence_number", b"sequence_number", "stored", b"stored"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["stored", "removed", "cleared"] | None: ...
+    def HasField(self, field_name: typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "stored", b"stored", "updated", b"updated"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cleared", b"cleared", "event", b"event", "group_id", b"group_id", "removed", b"removed", "sequence_number", b"sequence_number", "stored", b"stored", "updated", b"updated"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["stored", "removed", "cleared", "updated"] | None: ...
 
 global___KvEvent = KvEvent
 
@@ -541,6 +550,37 @@ class KvBlocksRemoved(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["block_hashes", b"block_hashes"]) -> None: ...
 
 global___KvBlocksRemoved = KvBlocksRemoved
+
+@typing.final
+class KvBlocksUpdated(google.protobuf.message.Message):
+    """A change of stored blocks; what is unset is as before. A block that is in the pool again is reported as stored."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCK_HASHES_FIELD_NUMBER: builtins.int
+    CACHE_LEVEL_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    cache_level: builtins.int
+    """1: the blocks have left the pool, but are in host memory or on disk, from where they can be fetched."""
+    priority: builtins.int
+    """Retention priority."""
+    @property
+    def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        block_hashes: collections.abc.Iterable[builtins.int] | None = ...,
+        cache_level: builtins.int | None = ...,
+        priority: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cache_level", b"_cache_level", "_priority", b"_priority", "cache_level", b"cache_level", "priority", b"priority"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cache_level", b"_cache_level", "_priority", b"_priority", "block_hashes", b"block_hashes", "cache_level", b"cache_level", "priority", b"priority"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_cache_level", b"_cache_level"]) -> typing.Literal["cache_level"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_priority", b"_priority"]) -> typing.Literal["priority"] | None: ...
+
+global___KvBlocksUpdated = KvBlocksUpdated
 
 @typing.final
 class KvCacheCleared(google.protobuf.message.Message):

@@ -35,6 +35,7 @@ from gpu_worker.lora.peft_folder import NO_LORA
 from gpu_worker.models.decoder import ForwardInputs, Probe
 from gpu_worker.models.description import DecoderDescription, narrowed
 from gpu_worker.models.layers.linear import LinearModule
+from gpu_worker.models.weights.gguf_encoder import load_gguf_encoder
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import ModelFolder
 
@@ -359,7 +360,7 @@ def load_transformers(
         UnsupportedError: transformers cannot load it.
     """
     if folder.weights_format != "safetensors":
-        raise UnsupportedError(f"a GGUF file of {folder.architecture!r} is not supported", field="model")
+        return load_gguf_encoder(folder, dtype, auto, attention, may_lack)
     transformers.utils.logging.disable_progress_bar()
     try:
         model, info = auto.from_pretrained(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-
-from rich.console import Console
-from rich.markup import escape
 
 from midstream.errors import ConfigError
 from midstream.model.folder import EMBEDDED_MODEL, ModelFolder, open_model_folder, prepare_model_folder
@@ -44,19 +44,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    console = Console(highlight=False)
     if arguments.weights:
-        return _quantize(arguments, console)
-    with console.status(f"Preparing {escape(arguments.source)}"):
+        return _quantize(arguments)
+    with _spinner(f"Preparing {arguments.source}"):
         if arguments.output:
             folder = prepare_model_folder(arguments.source, arguments.output)
         else:
             folder = open_model_folder(arguments.source)
-    _describe(folder, console)
+    _describe(folder)
     return 0
 
 
-def _quantize(arguments: argparse.Namespace, console: Console) -> int:
+@contextmanager
+def _spinner(text: str) -> Iterator[None]:
+    if not sys.stdout.isatty():
+        yield
+        return
+    from rich.console import Console  # importing it takes as long as opening a prepared folder
+    from rich.markup import escape
+
+    with Console().status(escape(text)):
+        yield
+
+
+def _quantize(arguments: argparse.Namespace) -> int:
     """Quantize in a worker process, which imports torch."""
     if arguments.output is None:
         raise ConfigError("--weights requires --output, a new folder for the quantized model", field="output")
@@ -69,27 +80,27 @@ def _quantize(arguments: argparse.Namespace, console: Console) -> int:
     if result.returncode:
         return result.returncode
     report = json.loads(result.stdout.splitlines()[-1])
-    _describe(open_model_folder(str(arguments.output)), console)
-    console.print(f"quantized {report['matrices']} matrices to {arguments.weights}")
+    _describe(open_model_folder(str(arguments.output)))
+    print(f"quantized {report['matrices']} matrices to {arguments.weights}")
     if report["types"]:
-        console.print(
+        print(
             f"the source was already quantized ({', '.join(report['types'])}), and is now rounded a second time; the "
             "original checkpoint loses less"
         )
     if "after" in report:
         change = report["after"] / report["before"] - 1
-        console.print(
+        print(
             f"perplexity of {report['tokens']:,} tokens: {report['before']:.3f} before, {report['after']:.3f} after "
             f"({change:+.1%})"
         )
     else:
-        console.print("the text is too short to measure the perplexity")
+        print("the text is too short to measure the perplexity")
     return 0
 
 
-def _describe(folder: ModelFolder, console: Console) -> None:
-    console.print(f"[bold]{escape(folder.name)}[/bold] is in {escape(str(folder.path))}", soft_wrap=True)
-    console.print(
+def _describe(folder: ModelFolder) -> None:
+    print(f"{folder.name} is in {folder.path}")
+    print(
         f"{folder.architecture}, {folder.num_layers} layers of width {folder.hidden_size}, "
         f"{folder.vocab_size:,} tokens, {folder.max_sequence_length:,} positions, {folder.weights_format}"
     )

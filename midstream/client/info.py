@@ -56,6 +56,7 @@ class WorkerGroupInfo:
     num_placed_requests: int
     num_steps: int
     held_off: str = ""
+    block_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

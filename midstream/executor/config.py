@@ -462,7 +462,7 @@ class ExecutorConfig:
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
     parallel_config: ParallelConfig | None = None
-    peft_cache_config: PeftCacheConfig = field(default_factory=PeftCacheConfig)
+    peft_cache_config: PeftCacheConfig | None = field(default_factory=PeftCacheConfig)
     logits_post_processor_config: LogitsPostProcessorConfig | None = None
     decoding_config: DecodingConfig | None = None
     use_gpu_direct_storage: bool = False
@@ -528,7 +528,7 @@ class ExecutorConfig:
             "draft_model": self.speculative_model_dir or None,
             **self.scheduler_config.settings(),
             **self.kv_cache_config.settings(),
-            **self.peft_cache_config.settings(),
+            **(self.peft_cache_config or PeftCacheConfig()).settings(),
             **(post_processors.settings(socket) if socket else {}),
             **self.settings,
         }

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -18,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self, overload
 
 from midstream.chunk import Chunk, FinishReason
-from midstream.errors import ConfigError, InvalidArgumentError, MidstreamError, UnsupportedError
+from midstream.errors import ConfigError, InvalidArgumentError, MidstreamError, UnavailableError, UnsupportedError
 from midstream.executor.config import ExecutorConfig
 from midstream.executor.engine_folder import write_engine
 from midstream.executor.enums import ModelType
@@ -37,6 +38,8 @@ from midstream.model.folder import EMBEDDED_MODEL
 from protos import generation_pb2 as pb
 
 Timeout = timedelta | float
+# The stream of statistics may have been lost.
+_STATS_TIMEOUT_S = 1.0
 
 
 class _Running:
@@ -134,24 +137,44 @@ class Executor:
         self._last_id = 0
         self._kv_events: KVCacheEventManager | None = None
         self._iterations: deque[IterationStats] = deque(maxlen=config.iter_stats_max_iterations)
+        self._last_iteration, self._iterated = 0, threading.Condition()
         self._request_stats: deque[RequestStatsPerIteration] = deque(maxlen=config.request_stats_max_iterations)
         if service is not None:
             service.find_function = self._function_of
         try:
             check_stop_tokens(config, session)
-            if config.iter_stats_max_iterations or config.request_stats_max_iterations:
+            if self._follows_iterations:
                 has_requests = bool(config.request_stats_max_iterations)
-                session.follow_iterations(self._iterations, self._request_stats if has_requests else None)
+                session.follow_iterations(self._add_iteration, self._request_stats.append if has_requests else None)
             self._follow_kv_events()
         except BaseException:
             self.shutdown()
             raise
 
+    @property
+    def _follows_iterations(self) -> bool:
+        return bool(self._config.iter_stats_max_iterations or self._config.request_stats_max_iterations)
+
+    def _add_iteration(self, stats: IterationStats) -> None:
+        with self._iterated:
+            self._iterations.append(stats)
+            self._last_iteration = stats.iter
+            self._iterated.notify_all()
+
+    def _wait_for_iterations(self) -> None:
+        """Wait for the statistics of the iterations that have ended, which come beside the responses."""
+        if not self._follows_iterations:
+            return
+        with contextlib.suppress(UnavailableError):
+            newest = self._session.newest_iteration()
+            with self._iterated:
+                self._iterated.wait_for(lambda: self._last_iteration >= newest, _STATS_TIMEOUT_S)
+
     def _follow_kv_events(self) -> None:
         config = self._config.kv_cache_config
         if config.event_buffer_max_size > 0:
             window = max(config.windows or [self._session.model.max_sequence_length])
-            blocks = (self._session.num_blocks(), 0)
+            blocks = self._session.num_blocks(config.host_cache_size or 0)
             self._kv_events = KVCacheEventManager(config.event_buffer_max_size, blocks, window, self._loras.task_id)
             self._session.follow_kv_events(self._kv_events.add)
 
@@ -247,9 +270,12 @@ class Executor:
     def get_latest_iteration_stats(self) -> list[IterationStats]:
         """Return the statistics of at most `iter_stats_max_iterations` iterations since the last call, oldest first.
 
-        If there are several cells, their iterations are separate entries that name the worker group.
+        The list is empty only if there were no iterations. If there are several cells, their iterations are separate
+        entries that name the worker group.
         """
         self._session.check_open()
+        if not self._iterations:
+            self._wait_for_iterations()
         return [self._iterations.popleft() for _ in range(len(self._iterations))]
 
     def get_latest_request_stats(self) -> list[RequestStatsPerIteration]:
@@ -257,6 +283,8 @@ class Executor:
         since the last call, oldest first; each is read shortly after its iteration.
         """
         self._session.check_open()
+        if not self._request_stats:
+            self._wait_for_iterations()
         return [self._request_stats.popleft() for _ in range(len(self._request_stats))]
 
     def get_latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:

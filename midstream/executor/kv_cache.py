@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from protos import stats_pb2
 
-PRIMARY_LEVEL = 0
+PRIMARY_LEVEL, SECONDARY_LEVEL = 0, 1
 _DEFAULT_PRIORITY = 35
 
 
@@ -37,10 +37,10 @@ class KVCacheStoredBlockData:
 
     Attributes:
         block_hash: Hash of its tokens and all tokens before them.
-        tokens: Its tokens.
+        tokens: Its tokens; empty if the block is older than the scheduler.
         lora_id: Task id of the adapter, if there is one.
-        cache_level: Always 0, the device.
-        priority: Its retention priority; a later change is not reported.
+        cache_level: 0, the device's pool.
+        priority: Its retention priority.
     """
 
     block_hash: int
@@ -62,7 +62,7 @@ class KVCacheStoredData:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheRemovedData:
-    """Blocks can no longer be reused, or were moved to host memory."""
+    """Blocks can no longer be reused."""
 
     block_hashes: Sequence[int]
 
@@ -77,7 +77,7 @@ class KVCacheEventDiffInt:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheUpdatedData:
-    """A block was moved, or its priority changed; there are no such events."""
+    """A block was moved between the pool, level 0, and host memory or disk, level 1; or its priority was raised."""
 
     block_hash: int
     cache_level: KVCacheEventDiffInt | None = None
@@ -123,8 +123,8 @@ class KVCacheEventManager:
         self._events: deque[KVCacheEvent] = deque(maxlen=max_events)
         self._ids = itertools.count()
         self._window_size = window_size
-        # Hashes of the blocks of each worker group, which are removed when the service says that a cache was cleared.
-        self._stored: dict[str, dict[int, None]] = {}
+        # By worker group and hash: the level and the priority of each block that was reported.
+        self._stored: dict[str, dict[int, tuple[int, int]]] = {}
         self._is_open = True
         self._append(KVCacheCreatedData(num_blocks))
 
@@ -169,19 +169,9 @@ class KVCacheEventManager:
 
     def _converted(self, event: stats_pb2.KvEvent) -> Iterator[KVCacheEventData]:
         if event.HasField("stored"):
-            stored = event.stored
-            self._stored.setdefault(event.group_id, {}).update(dict.fromkeys(stored.block_hashes))
-            size, tokens = stored.tokens_per_block, stored.token_ids
-            lora_id = self._lora_id(stored.lora_name)
-            priorities = list(stored.priorities) or [_DEFAULT_PRIORITY] * len(stored.block_hashes)
-            starts = range(0, len(tokens), size)
-            blocks = [
-                KVCacheStoredBlockData(
-                    block_hash, list(map(UniqueToken, tokens[start : start + size])), lora_id, priority=priority
-                )
-                for block_hash, start, priority in zip(stored.block_hashes, starts, priorities, strict=True)
-            ]
-            yield KVCacheStoredData(stored.parent_hash or None, blocks)
+            yield from self._stored_or_back(event.stored, self._stored.setdefault(event.group_id, {}))
+        elif event.HasField("updated"):
+            yield from _updated(event.updated, self._stored.setdefault(event.group_id, {}))
         elif event.HasField("removed"):
             for block_hash in event.removed.block_hashes:
                 self._stored.get(event.group_id, {}).pop(block_hash, None)
@@ -191,3 +181,46 @@ class KVCacheEventManager:
             groups = [event.group_id] if event.group_id else list(self._stored)
             if gone := [block_hash for group in groups for block_hash in self._stored.pop(group, {})]:
                 yield KVCacheRemovedData(gone)
+
+    def _stored_or_back(
+        self, stored: stats_pb2.KvBlocksStored, known: dict[int, tuple[int, int]]
+    ) -> Iterator[KVCacheEventData]:
+        """Yield the blocks that were in host memory as moved, and the others as stored."""
+        size, tokens, hashes = stored.tokens_per_block, stored.token_ids, stored.block_hashes
+        lora_id = self._lora_id(stored.lora_name)
+        priorities = list(stored.priorities) or [_DEFAULT_PRIORITY] * len(hashes)
+        blocks = [
+            KVCacheStoredBlockData(
+                block_hash, [UniqueToken(token) for token in tokens[index * size : (index + 1) * size]], lora_id,
+                priority=priorities[index],
+            )
+            for index, block_hash in enumerate(hashes)
+        ]  # fmt: skip
+        parent: int | None = stored.parent_hash or None
+        for is_back, run in itertools.groupby(blocks, lambda block: known.get(block.block_hash, _NEW)[0] > 0):
+            part = list(run)
+            if is_back:
+                yield from (KVCacheUpdatedData(block.block_hash, _UP) for block in part)
+            else:
+                yield KVCacheStoredData(parent, part)
+            parent = part[-1].block_hash
+        known.update((block.block_hash, (PRIMARY_LEVEL, block.priority)) for block in blocks)
+
+
+_NEW = (PRIMARY_LEVEL, _DEFAULT_PRIORITY)
+_UP, _DOWN = KVCacheEventDiffInt(SECONDARY_LEVEL, PRIMARY_LEVEL), KVCacheEventDiffInt(PRIMARY_LEVEL, SECONDARY_LEVEL)
+
+
+def _updated(updated: stats_pb2.KvBlocksUpdated, known: dict[int, tuple[int, int]]) -> Iterator[KVCacheUpdatedData]:
+    for block_hash in updated.block_hashes:
+        level, priority = known.get(block_hash, _NEW)
+        known[block_hash] = (
+            updated.cache_level if updated.HasField("cache_level") else level,
+            updated.priority if updated.HasField("priority") else priority,
+        )
+        new_level, new_priority = known[block_hash]
+        yield KVCacheUpdatedData(
+            block_hash,
+            _DOWN if new_level > level else None,
+            KVCacheEventDiffInt(priority, new_priority) if new_priority != priority else None,
+        )

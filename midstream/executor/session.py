@@ -12,7 +12,6 @@ import itertools
 import os
 import threading
 import uuid
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -114,20 +113,28 @@ class Session:
         self.check_open()
         return sum_up(self._loop.run(self._latest_stats()))
 
+    def newest_iteration(self) -> int:
+        """Return the number of the last iteration, the highest of all cells; 0 if there is none."""
+        return self.latest_stats().iter
+
     def follow_iterations(
-        self, iterations: deque[IterationStats], requests: deque[RequestStatsPerIteration] | None = None
+        self,
+        put: Callable[[IterationStats], None],
+        put_requests: Callable[[RequestStatsPerIteration], None] | None = None,
     ) -> None:
-        """Append the statistics of each iteration from now on to `iterations`, and those of the unfinished requests to
-        `requests`; return once the service sends them.
+        """Pass the statistics of each iteration from now on to `put`, and those of the unfinished requests to
+        `put_requests`; return once the service sends them.
         """
         follows: Future[None] = Future()
-        self._readers.append(self._loop.start(self._read_iterations(iterations, requests, follows)))
+        self._readers.append(self._loop.start(self._read_iterations(put, put_requests, follows)))
         follows.result()
 
-    def num_blocks(self) -> int:
-        """Return the number of KV blocks of a worker group."""
+    def num_blocks(self, host_bytes: int) -> tuple[int, int]:
+        """Return the number of KV blocks of a worker group, and how many fit into `host_bytes`."""
         groups = self._loop.run(self._client.server_info()).worker_groups
-        return groups[0].num_blocks if groups else 0
+        if not groups:
+            return 0, 0
+        return groups[0].num_blocks, host_bytes // groups[0].block_bytes if groups[0].block_bytes else 0
 
     def follow_kv_events(self, put: Callable[[list[stats_pb2.KvEvent]], None]) -> None:
         """Pass each event of the KV caches from now on to `put`; return once the service sends them."""
@@ -198,20 +205,20 @@ class Session:
 
     async def _read_iterations(
         self,
-        iterations: deque[IterationStats],
-        requests: deque[RequestStatsPerIteration] | None,
+        put: Callable[[IterationStats], None],
+        put_requests: Callable[[RequestStatsPerIteration], None] | None,
         follows: Future[None],
     ) -> None:
-        """Collect iterations as they arrive; if a router is lost, continue with the newest iteration."""
+        """Pass iterations on as they arrive; if a router is lost, continue with the newest iteration."""
         while True:
             try:
                 stream = self._client.iteration_stats(follow=True, on_open=lambda: _set(follows))
                 async for stats in stream:
                     iteration = IterationStats.from_fields(stats)
-                    iterations.append(iteration)
-                    if requests is not None:
+                    if put_requests is not None:
                         states = await self._request_stats(self.running)
-                        requests.append(RequestStatsPerIteration(iteration.iter, states))
+                        put_requests(RequestStatsPerIteration(iteration.iter, states))
+                    put(iteration)
             except MidstreamError:
                 _set(follows)  # requests can run without it
                 await asyncio.sleep(_RETRY_S)

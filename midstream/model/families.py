@@ -71,12 +71,13 @@ def _other(title: str, *types: str) -> ServedFamily:
     return ServedFamily(title=title, types=types, on_cpu="transformers")
 
 
-def _encoder(title: str, *types: str, notes: str = "") -> ServedFamily:
+def _encoder(title: str, *types: str, notes: str = "", reads_gguf: bool = False) -> ServedFamily:
     return ServedFamily(
         title=title,
         types=types,
         on_cpu="transformers",
         notes=f"encoder, {notes}" if notes else "encoder",
+        reads_gguf=reads_gguf,
         takes_drafts=False,
         has_graphs=False,
         is_encoder=True,
@@ -158,14 +159,14 @@ SERVED_FAMILIES = (
     _torch("MPT", "mpt", notes="ALiBi"),
     _other("OLMo", "olmo"),
     _other("Gemma 3n (text)", "gemma3n_text"),
-    _encoder("BERT", "bert"),
+    _encoder("BERT", "bert", reads_gguf=True),
     _encoder("RoBERTa, XLM-RoBERTa, CamemBERT", "roberta", "xlm-roberta", "camembert"),
     _encoder("DistilBERT", "distilbert"),
     _encoder("ELECTRA", "electra"),
     _encoder("MPNet", "mpnet", notes="one text after another on GPUs, too"),
     _encoder("DeBERTa 2, DeBERTa 3", "deberta-v2", notes="one text after another on GPUs, too"),
     _encoder("ModernBERT", "modernbert", notes="local and global attention, two rotary bases"),
-    _encoder("Nomic BERT", "nomic_bert"),
+    _encoder("Nomic BERT", "nomic_bert", reads_gguf=True),
 )
 ENCODER_TYPES = frozenset(name for family in SERVED_FAMILIES if family.is_encoder for name in family.types)
 HEADINGS = ("family", "model_type", "on a CPU", "weights", "LoRA", "tensor ranks", "drafts", "CUDA graphs", "notes")

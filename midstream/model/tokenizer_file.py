@@ -16,7 +16,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,32 @@ _LISTED = "added_tokens_decoder"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _CONFIG, _MAP, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """What a model folder tells about its tokenizer. The manifest keeps it, since reading it takes up to a second.
+
+    Attributes:
+        special_tokens: As in TokenizerFiles.
+        end_id: Id of `eos_token`, if there is one.
+        digest: A sha256, in hexadecimal, over everything that decides the tokens of a text and the text of tokens: the
+            tokenizer and the tokens that the other files add.
+    """
+
+    special_tokens: Mapping[str, str | None]
+    end_id: int | None
+    digest: str
+
+    def fingerprint(self, end_ids: Iterable[int]) -> str:
+        """Return a sha256, in hexadecimal, of the digest and the ids that end an output."""
+        return hashlib.sha256(json.dumps([self.digest, list(end_ids)]).encode()).hexdigest()
+
+
+def file_stamps(folder: Path) -> dict[str, list[int]]:
+    """Return the size and the time of the last change of each file of a tokenizer."""
+    files = [folder / name for name in ("tokenizer.json", _CONFIG, _MAP, _ADDED)]
+    return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()}
 
 
 def read_tokenizer(file: Path) -> str:
@@ -56,20 +83,35 @@ class TokenizerFiles:
     def __init__(self, folder: Path) -> None:
         """Read the files. Raises ConfigError if tokenizer.json is missing, or a file is damaged."""
         self._folder = folder
-        self._fields = read_json(folder / "tokenizer.json")
+        # As the library writes it, the model is last and nearly all of the file, and is seldom needed here.
+        self._fields = read_json(folder / "tokenizer.json", until="model")
+        if not {"added_tokens", "padding"} <= self._fields.keys():
+            self._fields = self._whole
         self._original = self._fields.get("added_tokens")
         self._config = read_json(folder / _CONFIG, optional=True)
         named, more = self._merge()
         self.special_tokens = {name: _content(value) for name, value in named.items()}
-        self._ids = _ids(self._fields)
+        self._added_ids = {token["content"]: token["id"] for token in _added_tokens(self._fields)}
         self._add(self._listed, named, more)
 
     @functools.cached_property
     def text(self) -> str:
         """The contents of tokenizer.json, completed."""
         if self._fields.get("added_tokens") == self._original:
-            return (self._folder / "tokenizer.json").read_text(encoding="utf-8")
-        return json.dumps(self._fields, ensure_ascii=False)
+            return (self._folder / "tokenizer.json").read_bytes().decode()
+        return json.dumps(self._whole | self._fields, ensure_ascii=False)
+
+    @functools.cached_property
+    def _whole(self) -> _Json:
+        return read_json(self._folder / "tokenizer.json")
+
+    @functools.cached_property
+    def _vocabulary(self) -> dict[str, int]:
+        model = self._whole.get("model")
+        vocabulary = (model.get("vocab") if isinstance(model, dict) else None) or {}
+        if isinstance(vocabulary, list):  # tokens with scores
+            return {item[0] if isinstance(item, list) else item: number for number, item in enumerate(vocabulary)}
+        return vocabulary if isinstance(vocabulary, dict) else {}
 
     @property
     def splits_special_tokens(self) -> bool:
@@ -79,25 +121,29 @@ class TokenizerFiles:
     @property
     def cleans_up_spaces(self) -> bool:
         """Whether transformers would remove spaces before punctuation from the text of tokens, which we do not."""
-        model = self._fields.get("model")
+        if not self._config.get("clean_up_tokenization_spaces"):
+            return False
+        model = self._whole.get("model")
         is_bpe = isinstance(model, dict) and model.get("type") == "BPE"
         even_so = self._config.get("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output")
-        return bool(self._config.get("clean_up_tokenization_spaces")) and (not is_bpe or bool(even_so))
+        return not is_bpe or bool(even_so)
 
     def id_of(self, name: str) -> int | None:
         """Return the id of a special token; None if there is no token of this name."""
         content = self.special_tokens.get(name)
-        return None if content is None else self._ids.get(content)
+        return None if content is None else self._find(content)
 
-    def fingerprint(self, end_ids: Iterable[int]) -> str:
-        """Return a sha256, in hexadecimal, over everything that decides the tokens of a text and the text of tokens:
-        the tokenizer, the tokens that the other files add, and the ids that end an output.
-        """
+    def _find(self, content: str) -> int | None:
+        number = self._added_ids.get(content)
+        return self._vocabulary.get(content) if number is None else number
+
+    def facts(self) -> TokenizerFacts:
+        """Return what the other parts of a service need to know."""
         added = self._fields.get("added_tokens")
-        facts = [self.special_tokens, added, self.splits_special_tokens, list(end_ids)]
-        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+        decisive = [self.special_tokens, added, self.splits_special_tokens]
+        digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode())
         digest.update(hashlib.sha256((self._folder / "tokenizer.json").read_bytes()).digest())
-        return digest.hexdigest()
+        return TokenizerFacts(self.special_tokens, self.id_of("eos_token"), digest.hexdigest())
 
     def _merge(self) -> tuple[dict[str, object], list[object]]:
         """Return the named tokens and the others; set the listed ones."""
@@ -175,9 +221,9 @@ class TokenizerFiles:
         for token in tokens:
             content = token["content"]
             before = known.get(content)
-            number = self._ids.get(content)
+            number = self._find(content)
             if number is None:
-                number = self._ids[content] = self._next_id(known)
+                number = self._added_ids[content] = self._next_id(known)
             is_special = token["special"] or (before is not None and before["special"])
             known[content] = {
                 "id": number,
@@ -190,7 +236,7 @@ class TokenizerFiles:
 
     def _next_id(self, known: dict[str, _Json]) -> int:
         """Return the id that the tokenizers library gives a new token."""
-        size = len(_vocabulary(self._fields))
+        size = len(self._vocabulary)
         return max((token["id"] + 1 for token in known.values() if token["id"] >= size), default=size)
 
 
@@ -229,16 +275,3 @@ def _token(folder: Path, place: str, content: object, flags: _Json) -> _Json:
     if not isinstance(content, str) or not all(isinstance(token[name], bool) for name in _FLAGS):
         raise ConfigError(f"{folder / _CONFIG}: {place} must not contain {str(token)[:200]}", field="model")
     return token
-
-
-def _vocabulary(fields: _Json) -> dict[str, int]:
-    model = fields.get("model")
-    vocabulary = (model.get("vocab") if isinstance(model, dict) else None) or {}
-    if isinstance(vocabulary, list):  # tokens with scores
-        return {item[0] if isinstance(item, list) else item: number for number, item in enumerate(vocabulary)}
-    return vocabulary if isinstance(vocabulary, dict) else {}
-
-
-def _ids(fields: _Json) -> dict[str, int]:
-    """Return the ids of all tokens by their text."""
-    return {**_vocabulary(fields), **{token["content"]: token["id"] for token in _added_tokens(fields)}}

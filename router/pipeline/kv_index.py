@@ -50,6 +50,9 @@ class KvIndex:
         if kind == "stored":
             self._tokens_per_block[event.group_id] = event.stored.tokens_per_block
             self._stored.setdefault(event.group_id, set()).update(event.stored.block_hashes)
+        elif kind == "updated":
+            if event.updated.cache_level:  # it can still be fetched; in a snapshot, it has not been named before
+                self._stored.setdefault(event.group_id, set()).update(event.updated.block_hashes)
         elif kind == "removed":
             self._stored.get(event.group_id, set()).difference_update(event.removed.block_hashes)
         elif event.group_id:

@@ -186,7 +186,10 @@ class BlockManager:
     def raise_retention(self, block: int, retention: Retention, now_ns: int) -> None:
         """Raise the retention of a block that is already findable to at least `retention`, from now on."""
         self._expire_retention(now_ns)
-        self._retention[block] = self._retention.get(block, _DEFAULT).raised(retention)
+        before = self._retention.get(block, _DEFAULT)
+        self._retention[block] = raised = before.raised(retention)
+        if raised.priority != before.priority:
+            self.prefix_cache.note_priority(block, raised.priority)
         self._note_retained(block)
         if block in self._cached_priority:
             self._take_cached(block)

@@ -52,6 +52,7 @@ class InFlightStep:
     generation: tuple[Sequence, ...]
     generation_rows: tuple[int, ...]
     num_paused: int
+    num_new_requests: int
     queue_latency_ns: int
     num_empty_slots: int
     draft_limits: dict[Sequence, int] = field(default_factory=dict)

@@ -204,7 +204,13 @@ class Membership:
         group = self.group_of(event)
         if group is None:
             return
-        if not group.note_beat(event):
+        has_all_results = group.note_beat(event)
+        if event.removed_hashes and group.registration.tier_store:
+            for other in self.groups.values():
+                if other.stored is group.stored:
+                    other.prefix_cache.note_gone_below(event.removed_hashes)
+                    self.flush_kv_changes(other)
+        if not has_all_results:
             self.end_at_fault(group, "a step's result is missing")
 
     def leave(self, event: WorkerLeft) -> None:

@@ -50,11 +50,22 @@ class BlocksRemoved:
 
 
 @record
+class BlocksUpdated:
+    """Blocks have left the pool for the tiers below it, which are cache level 1, or have another retention priority."""
+
+    block_hashes: tuple[int, ...]
+    cache_level: int | None = None
+    priority: int | None = None
+
+
+@record
 class CacheCleared:
     """The group's whole cache was dropped."""
 
 
-KvChange = BlocksStored | BlocksRemoved | CacheCleared
+KvChange = BlocksStored | BlocksRemoved | BlocksUpdated | CacheCleared
+
+_BELOW_POOL = 1  # cache level
 
 
 def chain_seed(spec: RequestSpec) -> int:
@@ -135,10 +146,20 @@ class PrefixCache:
         lookups: The results of recent lookups.
     """
 
-    def __init__(self, priorities_of: Callable[[Iterable[int]], tuple[int, ...]] = lambda _: ()) -> None:
-        """`priorities_of` returns the retention priorities of blocks, empty if all have the default."""
+    def __init__(
+        self,
+        priorities_of: Callable[[Iterable[int]], tuple[int, ...]] = lambda _: (),
+        is_below: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        """Create an empty index.
+
+        Args:
+            priorities_of: Returns the retention priorities of blocks, empty if all have the default.
+            is_below: Returns whether the block with a hash is in a tier below the pool.
+        """
         self.lookups = Lookups()
-        self._priorities_of = priorities_of
+        self._priorities_of, self._is_below = priorities_of, is_below
+        self._below = set[int]()  # hashes of blocks that were reported as stored, and as moved below the pool
         self._block_of: dict[int, int] = {}
         self._hash_of: dict[int, int] = {}
         # Blocks that no planned step computes yet, and the writer of each; None means the next sequence that needs the
@@ -221,8 +242,25 @@ class PrefixCache:
         del self._block_of[value]
         self.lookups.note_block(block)
         if not was_pending:
-            self._changes.append(BlocksRemoved((value,)))
+            if self._is_below(value):
+                self._below.add(value)
+                self._changes.append(BlocksUpdated((value,), cache_level=_BELOW_POOL))
+            else:
+                self._changes.append(BlocksRemoved((value,)))
             self._news.append((block, 0))
+
+    def note_gone_below(self, hashes: Iterable[int]) -> None:
+        """Report which of these blocks, which are no longer in the tiers, were only there."""
+        gone = tuple([value for value in hashes if value in self._below])
+        if gone:
+            self._below.difference_update(gone)
+            self._changes.append(BlocksRemoved(gone))
+
+    def note_priority(self, block: int, priority: int) -> None:
+        """Report another retention priority of a block."""
+        value = self._hash_of.get(block)
+        if value is not None and block not in self._pending:
+            self._changes.append(BlocksUpdated((value,), priority=priority))
 
     def contains(self, block: int) -> bool:
         """Return whether the block is findable."""
@@ -237,11 +275,16 @@ class PrefixCache:
         hashes = tuple([value for block, value in self._hash_of.items() if block not in self._pending])
         return BlocksStored(0, hashes, array("I"), "", tokens_per_block)
 
+    def contents_below(self) -> BlocksUpdated:
+        """Return the blocks that have been stored and are only in the tiers now."""
+        return BlocksUpdated(tuple(self._below), cache_level=_BELOW_POOL)
+
     def note_stored(self, sequence: Sequence, first_block: int, num_blocks: int, tokens_per_block: int) -> None:
         """Report consecutive stored blocks of the sequence to the worker and to subscribers of KV events."""
         hashes, end_block = sequence.block_hashes(tokens_per_block), first_block + num_blocks
         self._news += zip(sequence.table[first_block:end_block], hashes[first_block:end_block], strict=True)
         tokens = sequence.tokens_between(first_block * tokens_per_block, end_block * tokens_per_block)
+        self._below.difference_update(hashes[first_block:end_block])
         self._changes.append(
             BlocksStored(
                 parent_hash=hashes[first_block - 1] if first_block else 0,

@@ -97,7 +97,8 @@ class StepStats:
 
     micro_batch_id: int = 0
     latency_ns: int = 0
-    queue_latency_ns: int = 0  # summed over the requests that run for the first time
+    num_new_requests: int = 0  # that run for the first time
+    queue_latency_ns: int = 0  # summed over these
     num_context_requests: int = 0
     num_generation_requests: int = 0
     num_paused_requests: int = 0

@@ -56,7 +56,7 @@ class StepBuilder:
         self._generation: list[Sequence] | None = None
         self._is_whole_generation = False
         self._draft_limits: dict[Sequence, int] = {}
-        self._queue_latency_ns = 0
+        self._num_new_requests = self._queue_latency_ns = 0
         if group.adoptions:
             group.adoptions.keep(group.tables.still_wants)
 
@@ -159,6 +159,7 @@ class StepBuilder:
         if request.times.first_scheduled_ns == 0:
             # The skipped tokens were in the pool, or have been fetched from tiers or another worker by now.
             request.note_scheduled(self._clock.now_ns, min(sequence.num_computed, len(request.spec.prompt)))
+            self._num_new_requests += 1
             self._queue_latency_ns += self._clock.now_ns - request.times.queued_ns
 
     def _settle_blocks(self, sequence: Sequence, first: int, end: int) -> None:
@@ -368,6 +369,7 @@ class StepBuilder:
             generation=generation,
             generation_rows=rows,
             num_paused=len(self.paused_requests),
+            num_new_requests=self._num_new_requests,
             queue_latency_ns=self._queue_latency_ns,
             num_empty_slots=max(0, -(-group.batch_size // group.num_micro_batches) - num_scheduled),
             draft_limits=self._draft_limits,
@@ -754,6 +756,7 @@ def step_stats(step: InFlightStep, event: StepDone, num_decoded: int) -> StepSta
     return StepStats(
         micro_batch_id=step.step_id,
         latency_ns=event.time_ns - step.planned_ns,
+        num_new_requests=step.num_new_requests,
         queue_latency_ns=step.queue_latency_ns,
         num_context_requests=len({chunk.sequence.request for chunk in step.context}),
         num_generation_requests=len(step.generation),

@@ -157,7 +157,7 @@ class WorkerGroup:
         self.max_batch_size = min(config.max_batch_size, registration.max_batch_size)
         self.max_num_tokens = min(config.max_num_tokens, registration.max_num_tokens)
         self.num_micro_batches = registration.num_micro_batches
-        self.prefix_cache = PrefixCache(self._priorities_of)
+        self.prefix_cache = PrefixCache(self._priorities_of, lambda value: value in self.stored)
         self.blocks = BlockManager(registration.num_blocks, self.prefix_cache)
         self._needs_whole_prompts = "whole_prompts" in registration.features
         self.splits_contexts = config.enable_chunked_context and not self._needs_whole_prompts
@@ -308,7 +308,9 @@ class WorkerGroup:
             self.fetched.difference_update(step.adoption.hashes)  # the worker no longer holds them outside its pool
         if event.missing_blocks:
             asked = zip(step.adoption.blocks, step.adoption.hashes, strict=True)
-            self.stored.difference_update(value for block, value in asked if block in event.missing_blocks)
+            missing = [value for block, value in asked if block in event.missing_blocks]
+            self.stored.difference_update(missing)
+            self.prefix_cache.note_gone_below(missing)
         return step
 
     def note_beat(self, event: WorkerBeat) -> bool:

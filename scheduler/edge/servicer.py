@@ -257,6 +257,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
                     group_id=group.group_id,
                     epoch=group.epoch,
                     num_blocks=group.blocks.num_blocks * group.units_per_block,
+                    block_bytes=group.registration.block_bytes // group.units_per_block,
                     world_size=group.registration.world_size,
                     device=group.registration.device,
                     dtype=group.registration.dtype,

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from midstream.clock import SteadyClock
 from protos import stats_pb2
-from scheduler.core.prefix_cache import BlocksRemoved, BlocksStored, CacheCleared, KvChange
+from scheduler.core.prefix_cache import BlocksRemoved, BlocksStored, BlocksUpdated, CacheCleared, KvChange
 from scheduler.core.request import FinishReason, Request, RequestState
 from scheduler.core.stats import IterationStats
 from scheduler.core.worker_group import WorkerGroup
@@ -24,6 +24,7 @@ def iteration_stats_proto(stats: IterationStats, clock: SteadyClock) -> stats_pb
         timestamp=datetime.fromtimestamp(clock.to_unix_ns(stats.time_ns) / 1e9, UTC).strftime("%m-%d-%Y %H:%M:%S.%f"),
         iter=stats.iteration,
         iter_latency_ms=step.latency_ns / _NS_PER_MS,
+        num_new_active_requests=step.num_new_requests,
         new_active_requests_queue_latency_ms=step.queue_latency_ns / _NS_PER_MS,
         num_active_requests=requests.num_active,
         num_queued_requests=requests.num_queued,
@@ -136,6 +137,12 @@ def kv_event_proto(sequence_number: int, group_id: str, change: KvChange) -> sta
         event.stored.priorities.extend(change.priorities)
     elif isinstance(change, BlocksRemoved):
         event.removed.block_hashes.extend(change.block_hashes)
+    elif isinstance(change, BlocksUpdated):
+        event.updated.CopyFrom(
+            stats_pb2.KvBlocksUpdated(
+                block_hashes=change.block_hashes, cache_level=change.cache_level, priority=change.priority
+            )
+        )
     else:
         event.cleared.SetInParent()
     return event
@@ -146,6 +153,7 @@ def kv_snapshot_proto(sequence_number: int, groups: Iterable[WorkerGroup]) -> st
     batch = stats_pb2.KvEventBatch(is_snapshot=True)
     batch.events.append(kv_event_proto(sequence_number, "", CacheCleared()))
     for group in groups:
-        stored = group.prefix_cache.contents(group.tokens_per_block)
-        batch.events.append(kv_event_proto(sequence_number, group.group_id, stored))
+        stored, below = group.prefix_cache.contents(group.tokens_per_block), group.prefix_cache.contents_below()
+        for change in (stored, below) if below.block_hashes else (stored,):
+            batch.events.append(kv_event_proto(sequence_number, group.group_id, change))
     return batch

@@ -91,8 +91,8 @@ of gpt-oss are not rounded. OLMo 3's files have the architecture of OLMo 2, and 
 Files of DeepSeek-V2, whose experts are chosen otherwise, are refused. Layers for predicting several tokens (GLM-4.5)
 are not read.
 
-They may be in parts (`NAME-00001-of-00003.gguf`); name any of them. They may have a byte-level (`gpt2`) or
-SentencePiece (`llama`) vocabulary; others, such as `bert`, are refused. Their special tokens follow the rules of
+They may be in parts (`NAME-00001-of-00003.gguf`); name any of them. They may have a byte-level (`gpt2`), SentencePiece
+(`llama`) or WordPiece (`bert`) vocabulary; others, such as `t5`, are refused. Their special tokens follow the rules of
 llama.cpp (version 0c1e570, `src/llama-vocab.cpp`); tests compare them with llama.cpp itself:
 
 - `add_bos_token`, `add_eos_token` and `add_sep_token` decide which tokens a text gets; the defaults are those of
@@ -104,6 +104,11 @@ llama.cpp (version 0c1e570, `src/llama-vocab.cpp`); tests compare them with llam
 - Tokens with such texts are special tokens even if the file calls them normal or user-defined.
 - Without `tokenizer.ggml.pre`, or with `default`, text is split into words as llama.cpp's default does; unknown
   pre-tokenizers are refused.
+- A text of word pieces begins with `bos` and ends with the separator, by default tokens 101 and 102, whatever the file
+  says. It becomes lower case unless the vocabulary has capitals, for which llama.cpp makes no exception.
+
+The weights of encoders are expanded, so that a file takes as much memory as safetensors. `pooling_type` decides how the
+vector of a text is made. Rerankers and classifiers are refused.
 """
 
 

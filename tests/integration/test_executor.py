@@ -41,7 +41,8 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 # TensorRT-LLM's names for iteration statistics.
 STATS = {
     "": {
-        "timestamp", "iter", "iterLatencyMS", "newActiveRequestsQueueLatencyMS", "numActiveRequests",
+        "timestamp", "iter", "iterLatencyMS", "newActiveRequestsQueueLatencyMS", "numNewActiveRequests",
+        "numActiveRequests",
         "numQueuedRequests", "numCompletedRequests", "maxNumActiveRequests", "cpuMemUsage", "gpuMemUsage",
         "pinnedMemUsage",
     },

@@ -29,7 +29,12 @@ from midstream.executor import (
     SamplingConfig,
     SamplingParams,
 )
-from midstream.executor.kv_cache import KVCacheCreatedData, KVCacheEvent, KVCacheStoredData
+from midstream.executor.kv_cache import (
+    KVCacheCreatedData,
+    KVCacheEvent,
+    KVCacheStoredData,
+    KVCacheUpdatedData,
+)
 from tests.faults.small_model import make_small_model
 
 PROMPT = [1, 2, 3, 4]
@@ -42,6 +47,11 @@ def only_42(request_id: int, logits: Any, tokens: list[list[int]], stream: int, 
     calls.append((request_id, client_id, tokens, tuple(logits.shape)))
     logits[:] = float("-inf")
     logits[..., 42] = 0
+
+
+def rather_42(request_id: int, logits: Any, tokens: list[list[int]], stream: int, client_id: int | None) -> None:
+    only_42(request_id, logits, tokens, stream, client_id)
+    logits[..., 43] = -1
 
 
 def only_43(
@@ -90,11 +100,14 @@ def test_functions_of_this_process_change_logits(executor: Executor) -> None:
 
 def test_a_function_of_a_request_gets_all_its_beams_and_the_executors_id(executor: Executor) -> None:
     calls.clear()
-    request = Request(PROMPT, 3, sampling_config=SamplingConfig(2), logits_post_processor=only_42)
-    assert finish(executor, request)[0] == [42] * 3
-    assert len({request_id for request_id, *_ in calls}) == 1
-    assert {shape[:2] for *_, shape in calls} <= {(1, 1), (1, 2)}
-    assert all(len(tokens) == shape[1] for _, _, tokens, shape in calls)
+    request = Request(PROMPT, 3, sampling_config=SamplingConfig(2), logits_post_processor=rather_42)
+    request_id = executor.enqueue_request(request)
+    (response,) = executor.await_responses(request_id, timedelta(seconds=60))
+    assert response.result.output_token_ids[0] == [*PROMPT, 42, 42, 42]
+    # The first step has one beam, and later ones both.
+    assert [(caller, shape[:2]) for caller, _, _, shape in calls] == [(request_id, (1, width)) for width in (1, 2, 2)]
+    beams = [[[]], [[42], [43]], [[42, 42], [42, 43]]]
+    assert [sorted(beam[len(PROMPT) :] for beam in tokens) for _, _, tokens, _ in calls] == beams
     other = Executor.connect(executor._service.addresses)  # type: ignore[union-attr]
     with other, pytest.raises(UnsupportedError, match="logits_post_processor"):
         other.enqueue_request(Request(PROMPT, 3, logits_post_processor=only_42))
@@ -121,6 +134,45 @@ def test_penalties_count_the_prompt_and_follow_the_temperature(executor: Executo
     assert finish(executor, Request([7, 9, 9, 9], 3, sampling_config=repeated)) == [[9] * 3]
 
 
+def test_statistics_are_there_with_the_response(executor: Executor) -> None:
+    """They come through another stream, which may be behind."""
+    executor.get_latest_iteration_stats()
+    last = 0
+    for number in range(30):
+        (response,) = executor.await_responses(executor.enqueue_request(Request([*PROMPT, number], 1)))
+        assert response.result.is_final
+        numbers = [stats.iter for stats in executor.get_latest_iteration_stats()]
+        assert numbers
+        assert numbers == list(range(last + 1 if last else numbers[0], numbers[-1] + 1))
+        last = numbers[-1]
+
+
+def test_the_best_beam_is_streamed_in_parts(executor: Executor) -> None:
+    request = Request(PROMPT, 8, sampling_config=SamplingConfig(2))
+    best, other = finish(executor, request)
+    request.streaming = True
+    request_id, found = executor.enqueue_request(request), [list[int](), list[int]()]
+    num_responses, is_final = 0, False
+    while not is_final:
+        for response in executor.await_responses(request_id, timedelta(seconds=60)):
+            assert not is_final
+            for beam, tokens in zip(found, response.result.output_token_ids, strict=True):
+                beam.extend(tokens)
+            num_responses, is_final = num_responses + 1, response.result.is_final
+    assert found == [best, other]
+    assert num_responses > 1
+
+
+def test_logits_without_a_limit_of_tokens_end_at_the_limit_of_bytes(executor: Executor) -> None:
+    """256 MiB, the routers' limit, are 170 rows of 49,152 numbers for each of 8 sequences; they come in pieces."""
+    addresses = executor._service.addresses  # type: ignore[union-attr]
+    params = SamplingParams(n=8, top_p=1.0, max_tokens=None, ignore_eos=True, return_generation_logits=True)
+    with GenerationExecutor.create(address=addresses) as other:
+        outputs = other.generate(PROMPT, params).outputs
+    assert [(len(output.token_ids), output.finish_reason) for output in outputs] == [(170, "length")] * 8
+    assert all(output.generation_logits.shape == (170, 49152) for output in outputs)  # type: ignore[union-attr]
+
+
 def test_blocks_are_reported_as_they_are_stored(executor: Executor) -> None:
     events = executor.get_kv_cache_event_manager()
     assert events is not None
@@ -144,6 +196,30 @@ def test_blocks_are_reported_as_they_are_stored(executor: Executor) -> None:
     other = Executor.connect(executor._service.addresses)  # type: ignore[union-attr]
     with other:
         assert other.get_kv_cache_event_manager() is None
+
+
+def test_blocks_move_to_host_memory_and_back(model: Path) -> None:
+    cache = KvCacheConfig(True, 96, host_cache_size=1 << 20, event_buffer_max_size=1000)
+    config = ExecutorConfig(kv_cache_config=cache, max_batch_size=1, settings={"num_threads": 1})
+    with Executor(model, ModelType.DECODER_ONLY, config) as executor:
+        events = executor.get_kv_cache_event_manager()
+        assert events is not None
+        (created,) = events.get_latest_events(timedelta(seconds=60))
+        assert isinstance(created.data, KVCacheCreatedData)
+        num_blocks, num_host_blocks = created.data.num_blocks_per_cache_level
+        values = 2 * 2 * 2 * 16 * 16  # layers, keys and values, heads, width, tokens
+        assert num_blocks == 6
+        assert (1 << 20) // (4 * values) < num_host_blocks <= (1 << 20) // (2 * values)  # of 2 bytes, with padding
+        # Each prompt needs most of the pool. Blocks are copied to the host in the background.
+        moves: set[tuple[int, int]] = set()
+        for number in range(1000):
+            finish(executor, Request([10 + number % 2] * 64, 2))
+            found = [event.data for event in events.get_latest_events(timedelta())]
+            levels = [data.cache_level for data in found if isinstance(data, KVCacheUpdatedData)]
+            moves |= {(level.old_value, level.new_value) for level in levels if level is not None}
+            if len(moves) == 2:
+                break
+    assert moves == {(0, 1), (1, 0)}
 
 
 def tokens_of(event: KVCacheEvent) -> list[int]:

@@ -1,8 +1,9 @@
 """Run by a Python with the package xllamacpp: `python llama_cpp_process.py FILE.gguf`.
 
-Standard input has a JSON object: `texts` to tokenize, and optionally `embeds`, a text whose embedding is returned, and
-`continues`, tokens to continue greedily without end. The answer is a JSON object in the last line of standard output;
-the other lines are llama.cpp's log.
+Standard input has a JSON object: `texts` to tokenize, and optionally `embeds`, a text whose embedding is returned (that
+of its last token, unless `has_pooling` says that the file names another way), and `continues`, tokens to continue
+greedily without end. The answer is a JSON object in the last line of standard output; the other lines are llama.cpp's
+log.
 """
 
 import json
@@ -25,7 +26,8 @@ def main() -> None:
     params.verbosity = 5
     if "embeds" in asked:
         params.embedding = True
-        params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_LAST
+        if not asked.get("has_pooling"):
+            params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_LAST
     server = xllamacpp.Server(params)
 
     def post(path: str, **body: object) -> Any:

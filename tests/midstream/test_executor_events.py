@@ -8,10 +8,12 @@ from datetime import timedelta
 from midstream.executor.kv_cache import (
     KVCacheCreatedData,
     KVCacheEvent,
+    KVCacheEventDiffInt,
     KVCacheEventManager,
     KVCacheRemovedData,
     KVCacheStoredBlockData,
     KVCacheStoredData,
+    KVCacheUpdatedData,
     UniqueToken,
 )
 from protos import stats_pb2 as pb
@@ -70,6 +72,46 @@ def test_a_cleared_cache_removes_what_was_stored_in_it() -> None:
     # If events were lost, all blocks count as removed.
     events.add([stored([60]), cleared("")])
     assert events.get_latest_events()[-1].data == KVCacheRemovedData([50, 60])
+
+
+def moved(*hashes: int) -> pb.KvEvent:
+    return pb.KvEvent(group_id="g", updated=pb.KvBlocksUpdated(block_hashes=hashes, cache_level=1))
+
+
+def test_blocks_move_to_host_memory_and_back() -> None:
+    events = manager()
+    events.add([stored([10, 20, 30]), moved(20), moved(30), removed(30)])
+    events.get_latest_events()
+    # A block that the pool has again is not stored anew, and the block after it follows it.
+    events.add([stored([10, 20, 30]), moved(20), stored([20], parent=10)])
+    found = [event.data for event in events.get_latest_events()]
+    first, back, second, *again = found
+    assert isinstance(first, KVCacheStoredData)
+    assert isinstance(second, KVCacheStoredData)
+    assert [block.block_hash for block in first.blocks] == [10]
+    assert back == KVCacheUpdatedData(20, KVCacheEventDiffInt(1, 0))
+    assert (second.parent_hash, [block.block_hash for block in second.blocks]) == (20, [30])
+    assert again == [
+        KVCacheUpdatedData(20, KVCacheEventDiffInt(0, 1)),
+        KVCacheUpdatedData(20, KVCacheEventDiffInt(1, 0)),
+    ]
+
+
+def test_a_priority_changes() -> None:
+    events = manager()
+    event = stored([10, 20])
+    event.stored.priorities.extend([90, 35])
+    higher = pb.KvBlocksUpdated(block_hashes=[20], priority=50)
+    events.add([event, pb.KvEvent(group_id="g", updated=higher)])
+    assert events.get_latest_events()[-1].data == KVCacheUpdatedData(20, None, KVCacheEventDiffInt(35, 50))
+
+
+def test_blocks_of_an_earlier_scheduler_have_no_tokens() -> None:
+    events = manager()
+    kept = pb.KvBlocksStored(block_hashes=[10, 20], tokens_per_block=2)
+    events.add([pb.KvEvent(group_id="g", stored=kept)])
+    data = events.get_latest_events()[-1].data
+    assert data == KVCacheStoredData(None, [KVCacheStoredBlockData(10, []), KVCacheStoredBlockData(20, [])])
 
 
 def test_the_oldest_events_are_dropped_if_there_are_too_many() -> None:

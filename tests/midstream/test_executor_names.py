@@ -26,6 +26,33 @@ _GUIDES = api.GuidedDecodingParams.GuideType
 _BACKENDS = api.GuidedDecodingConfig.GuidedDecodingBackend
 _REQUEST: dict[str, Any] = {"input_token_ids": [1, 2, 3], "max_tokens": 5}
 
+# What the C++ API and its bindings take as std::optional: any of these may be None, also in an assignment.
+OPTIONAL: dict[Any, str] = {
+    api.SamplingConfig: "top_k top_p top_p_min top_p_reset_ids top_p_decay seed temperature min_tokens "
+    "beam_search_diversity_rate repetition_penalty presence_penalty frequency_penalty length_penalty early_stopping "
+    "no_repeat_ngram_size num_return_sequences min_p beam_width_array",
+    api.OutputConfig: "additional_model_outputs",
+    api.Request: "end_id pad_id position_ids bad_words stop_words embedding_bias external_draft_tokens_config "
+    "prompt_tuning_config multimodal_input multimodal_embedding mrope_config lora_config lookahead_config "
+    "kv_cache_retention_config logits_post_processor_name logits_post_processor encoder_input_token_ids client_id "
+    "context_phase_params encoder_input_features encoder_output_length cross_attention_mask num_return_sequences "
+    "eagle_config skip_cross_attn_blocks guided_decoding_params language_adapter_uid allotted_time_ms cache_salt_id",
+    api.SamplingParams: "end_id pad_id max_tokens bad bad_token_ids stop stop_token_ids embedding_bias "
+    "logits_processor best_of top_k top_p top_p_min top_p_reset_ids top_p_decay seed temperature min_tokens "
+    "beam_search_diversity_rate repetition_penalty presence_penalty frequency_penalty length_penalty early_stopping "
+    "no_repeat_ngram_size min_p beam_width_array logprobs prompt_logprobs additional_model_outputs lookahead_config "
+    "guided_decoding truncate_prompt_tokens",
+    api.GenerationRequest: "query_token_ids lora_request prompt_adapter_request kv_cache_retention_config "
+    "multimodal_params arrival_time",
+    api.SchedulerConfig: "context_chunking_policy dynamic_batch_config",
+    api.KvCacheConfig: "max_tokens max_attention_window sink_token_length free_gpu_memory_fraction host_cache_size "
+    "cross_kv_cache_fraction secondary_offload_min_priority",
+    api.PeftCacheConfig: "device_cache_percent host_cache_size lora_prefetch_dir",
+    api.ExecutorConfig: "max_batch_size max_num_tokens parallel_config peft_cache_config logits_post_processor_config "
+    "decoding_config max_queue_size debug_config spec_dec_config guided_decoding_config additional_model_outputs "
+    "cache_transceiver_config",
+}
+
 
 @dataclass(frozen=True)
 class Listed:
@@ -439,6 +466,36 @@ def test_what_an_executor_cannot_use_is_refused_by_name(name: str) -> None:
     with pytest.raises(MidstreamError) as raised:
         config.environment()
     assert raised.value.field == name
+
+
+def _used(made: Any) -> Any:
+    """Return what the service gets."""
+    kind = type(made)
+    request, config = api.Request(**_REQUEST), api.ExecutorConfig()
+    if kind in _PLACES:
+        whole: Any = request if hasattr(request, _PLACES[kind]) else config
+        setattr(whole, _PLACES[kind], made)
+        return _used(whole)
+    if kind is api.SamplingParams:
+        return api.GenerationRequest([1], made).to_proto()
+    return made.environment("/s") if kind is api.ExecutorConfig else made.to_proto()
+
+
+_PLACES: dict[Any, str] = {
+    api.OutputConfig: "output_config", api.SamplingConfig: "sampling_config", api.SchedulerConfig: "scheduler_config",
+    api.KvCacheConfig: "kv_cache_config", api.PeftCacheConfig: "peft_cache_config",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in OPTIONAL.items() for name in names.split()])
+def test_what_is_optional_may_be_none(kind: Any, name: str) -> None:
+    required = {api.Request: _REQUEST, api.GenerationRequest: {"prompt_token_ids": [1]}}.get(kind, {})
+    given, assigned = kind(**required, **{name: None}), kind(**required)
+    setattr(assigned, name, None)
+    assert getattr(given, name) is None
+    assert _used(given) == _used(assigned)
+    if name not in ("max_tokens", "peft_cache_config"):  # whose defaults are not None
+        assert _used(given) == _used(kind(**required))
 
 
 def test_the_modes_of_decoding() -> None:

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.folder import ModelFolder, open_model_folder, prepare_model_folder
 from midstream.model.tokenizer import Tokenizer as MidstreamTokenizer
+from midstream.model.tokenizer_file import TokenizerFiles
 
 CONFIG = {
     "model_type": "llama",
@@ -313,6 +314,30 @@ def test_other_weights_of_the_same_size_are_refused_and_a_copy_is_not(folder: Pa
     weights.write_bytes(weights.read_bytes()[::-1])
     with pytest.raises(ConfigError, match=r"files have changed since midstream\.json was written"):
         open_model_folder(str(folder))
+
+
+def test_the_tokenizer_is_read_again_only_if_one_of_its_files_has_changed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading the tokenizer of a large vocabulary takes up to a second, in each process of a service."""
+    read: list[Path] = []
+
+    class Counted(TokenizerFiles):
+        def __init__(self, path: Path) -> None:
+            read.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr("midstream.model.folder.TokenizerFiles", Counted)
+    first = open_model_folder(str(folder))
+    read.clear()
+    assert open_model_folder(str(folder)) == first
+    assert read == []
+    (folder / "added_tokens.json").write_text('{"<new>": 4}')
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<new>"}')
+    second = open_model_folder(str(folder))
+    assert second.special_tokens["eos_token"] == "<new>"
+    assert second.tokenizer_fingerprint != first.tokenizer_fingerprint
+    assert len(read) == 1
 
 
 @pytest.mark.parametrize("value", [0, -1, "32", 1 << 40, None])

@@ -165,6 +165,25 @@ def test_the_index_follows_the_numbers_of_events() -> None:
     assert index.num_cached(prompt) == 0
 
 
+def test_blocks_below_the_pool_count_until_they_are_removed() -> None:
+    index, prompt = KvIndex(), PromptBlocks([1, 2, 3, 4, 5], "")
+    first, second = chain([1, 2, 3, 4])
+    below = stats_pb2.KvEvent(sequence_number=1, group_id="g")
+    below.updated.block_hashes.append(second)
+    below.updated.cache_level = 1
+    index.apply(stats_pb2.KvEventBatch(is_snapshot=True, events=[stored(1, [first]), below]))
+    assert index.num_cached(prompt) == 4
+    below.sequence_number, below.updated.block_hashes[:] = 2, [first]
+    raised = stats_pb2.KvEvent(sequence_number=3, group_id="g")
+    raised.updated.block_hashes.append(99)
+    raised.updated.priority = 90
+    removed = stats_pb2.KvEvent(sequence_number=4, group_id="g")
+    removed.removed.block_hashes.append(second)
+    for event, num_cached in ((below, 4), (raised, 4), (removed, 2)):
+        assert index.apply(stats_pb2.KvEventBatch(events=[event]))
+        assert index.num_cached(prompt) == num_cached
+
+
 @pytest.mark.parametrize(("tokens", "salt", "num_cached"), [([1, 2, 3, 4], "", 2), ([1, 2, 3, 4, 9], "salt", 0)])
 def test_the_last_token_is_computed_and_salts_share_nothing(tokens: list[int], salt: str, num_cached: int) -> None:
     index = KvIndex()

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from protos import generation_pb2
+from protos import generation_pb2, stats_pb2
 from scheduler.core.effects import KvChanged
 from scheduler.core.events import AbortRequested
-from scheduler.core.prefix_cache import BlocksRemoved, BlocksStored, CacheCleared, KvChange, PrefixCache
+from scheduler.core.prefix_cache import BlocksRemoved, BlocksStored, BlocksUpdated, CacheCleared, KvChange, PrefixCache
 from scheduler.core.request import FinishReason
 from scheduler.core.request_spec import RetentionRange
 from scheduler.core.steps import kv_stats
@@ -187,6 +187,12 @@ def test_a_request_raises_the_retention_of_cached_blocks(length: int) -> None:
     harness.run()
     harness.submit("system", system, 1, retention=(RetentionRange(start=0, end=8, priority=90),))
     harness.run()
+    raised = [change for change in changes(harness) if isinstance(change, BlocksUpdated)]
+    stored = next(change for change in changes(harness) if isinstance(change, BlocksStored))
+    assert raised == [BlocksUpdated((value,), priority=90) for value in stored.block_hashes[:2]]
+    assert kv_event_proto(1, "g", raised[0]).updated == stats_pb2.KvBlocksUpdated(
+        block_hashes=stored.block_hashes[:1], priority=90
+    )
     for number in range(5):
         harness.submit(f"other{number}", [600 + number * 20 + i for i in range(13)], 1)  # 4 blocks
         harness.run()

@@ -11,7 +11,7 @@ from tests.scheduler.harness import MS, Harness
 
 
 def step_of(num_context_tokens: int, planned_ns: int) -> InFlightStep:
-    step = InFlightStep(1, 1, planned_ns, [], (), (), 0, 0, 0)
+    step = InFlightStep(1, 1, planned_ns, [], (), (), 0, 0, 0, 0)
     step.context = [ContextChunk(0, None, num_context_tokens, False)]  # type: ignore[arg-type]
     return step
 

@@ -15,8 +15,8 @@ from tests.scheduler.harness import MS, Harness
 # TensorRT-LLM's names, by section of the statistics.
 NAMES = {
     "": (
-        "timestamp iter iterLatencyMS newActiveRequestsQueueLatencyMS numActiveRequests numQueuedRequests "
-        "numCompletedRequests maxNumActiveRequests cpuMemUsage gpuMemUsage pinnedMemUsage"
+        "timestamp iter iterLatencyMS newActiveRequestsQueueLatencyMS numNewActiveRequests numActiveRequests "
+        "numQueuedRequests numCompletedRequests maxNumActiveRequests cpuMemUsage gpuMemUsage pinnedMemUsage"
     ),
     "kvCacheStats": (
         "maxNumBlocks freeNumBlocks usedNumBlocks tokensPerBlock allocTotalBlocks allocNewBlocks reusedBlocks "
@@ -81,6 +81,7 @@ def test_one_iteration_by_hand() -> None:
     assert stats.timestamp == "01-01-1970 00:00:01.005000"
     assert (stats.iter, stats.iter_latency_ms, stats.new_active_requests_queue_latency_ms) == (1, 2.0, 3.0)
     assert (stats.cpu_mem_usage, stats.gpu_mem_usage, stats.pinned_mem_usage) == (10, 20, 30)
+    assert [iteration_stats_proto(each, SteadyClock()).num_new_active_requests for each in (first, second)] == [1, 1]
     kv = stats.kv_cache_stats
     assert (kv.max_num_blocks, kv.used_num_blocks, kv.free_num_blocks, kv.tokens_per_block) == (8, 2, 6, 4)
     assert (kv.alloc_total_blocks, kv.alloc_new_blocks, kv.reused_blocks, kv.missed_blocks) == (2, 2, 0, 1)

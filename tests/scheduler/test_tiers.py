@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from scheduler.core import worker_group
+from scheduler.core.effects import KvChanged
 from scheduler.core.events import WorkerBeat
+from scheduler.core.prefix_cache import BlocksRemoved, BlocksStored, BlocksUpdated
 from scheduler.core.request import FinishReason
 from scheduler.core.request_spec import RetentionRange
 from tests.scheduler.fake_group import FakeGroup
@@ -110,6 +112,43 @@ def test_heartbeats_tell_what_changed() -> None:
     connection = group.registration.connection
     harness.handle(WorkerBeat(harness.now_ns, connection, group.epoch, 0, (0, 0, 0), (5,), (some,)))
     assert harness.group("h").stored == known - {some} | {5}
+
+
+def test_kv_events_tell_which_blocks_are_in_tiers() -> None:
+    """A pool of 6 blocks has 4 of the prompt's 5 blocks evicted, of which the tiers hold all but one."""
+    harness, group = stored(num_blocks=6)
+    connection = group.registration.connection
+    harness.submit("a", PROMPT, 1)
+    harness.run()
+    known = list(changes(harness, "h")[-1].block_hashes[-1:])  # of the block that was stored last
+    harness.handle(WorkerBeat(harness.now_ns, connection, group.epoch, 0, (0, 0, 0), (), tuple(known)))
+    num_before = len(changes(harness, "h"))
+    harness.submit("b", list(range(500, 516)), 1)
+    harness.run()
+    evicted = [change for change in changes(harness, "h")[num_before:] if not isinstance(change, BlocksStored)]
+    below = [change.block_hashes[0] for change in evicted if isinstance(change, BlocksUpdated)]
+    assert [change.block_hashes[0] for change in evicted if isinstance(change, BlocksRemoved)] == known
+    assert all(change.cache_level == 1 for change in evicted if isinstance(change, BlocksUpdated))
+    assert len(below) >= 2
+    assert set(below) <= harness.group("h").stored
+    assert set(harness.group("h").prefix_cache.contents_below().block_hashes) == set(below)
+    # What another worker removes from the shared tiers is gone for both.
+    other = harness.add_group("i", tier_store="host")
+    gone = below[0]
+    beat = WorkerBeat(harness.now_ns, other.registration.connection, other.epoch, 0, (0, 0, 0), (), (gone, 77))
+    harness.handle(beat)
+    assert changes(harness, "h")[-1] == BlocksRemoved((gone,))
+    harness.cut("i")
+    harness.submit("c", PROMPT, 1)
+    harness.run()
+    again = [value for item in changes(harness, "h") if isinstance(item, BlocksStored) for value in item.block_hashes]
+    assert again.count(below[-1]) == 2
+    assert below[-1] not in harness.group("h").prefix_cache.contents_below().block_hashes
+
+
+def changes(harness: Harness, group_id: str) -> list[Any]:
+    effects = [item for item in harness.effects if isinstance(item, KvChanged) and item.group_id == group_id]
+    return [change for effect in effects for change in effect.changes]
 
 
 def test_a_worker_cannot_fill_the_memory_with_hashes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -419,6 +419,36 @@ def _deepseek2(keys: Keys) -> _Config:
     return found
 
 
+def _bert(keys: Keys) -> _Config:
+    if keys.metadata.get(f"{keys.architecture}.attention.causal"):
+        raise UnsupportedError(f"{keys.architecture}.attention.causal is not supported; must be false", field="model")
+    if any(name.startswith("cls.") for name in keys.tensors):
+        raise UnsupportedError("GGUF files of rerankers and classifiers are not supported", field="model")
+    return {
+        "hidden_act": "gelu",
+        "layer_norm_eps": keys.get("attention.layer_norm_epsilon"),
+        "type_vocab_size": keys.metadata.get("tokenizer.ggml.token_type_count", 1),
+        "pad_token_id": special_tokens_of(keys.metadata).ids.get("padding", 0),
+    }
+
+
+def _nomic_bert(keys: Keys) -> _Config:
+    theta = keys.number("rope.freq_base") or 10000.0
+    scaling = _rope_scaling(keys) or {"rope_type": "default"}
+    return {**_bert(keys), "hidden_act": "silu", "rope_parameters": {**scaling, "rope_theta": theta}}
+
+
+def pooling_of(metadata: Metadata) -> str | None:
+    """Return how the states of a text's tokens become its vector, by the name in sentence-transformers; None if the
+    file does not say.
+    """
+    return _POOLING.get(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"))
+
+
+# By llama.cpp's number. 0 is none, and 4 scores of a head.
+_POOLING: dict[MetadataValue | None, str] = {1: "mean", 2: "cls", 3: "lasttoken"}
+
+
 def _with_biases(keys: Keys) -> _Config:
     return {"attention_bias": "blk.0.attn_q.bias" in keys.tensors, "attention_out_bias": False}
 
@@ -450,6 +480,8 @@ _ARCHITECTURES = {
     "deepseek2": _Architecture(
         "deepseek_v3", "DeepseekV3ForCausalLM", _deepseek2, rotates_parts=True, has_experts=True
     ),
+    "bert": _Architecture("bert", "BertModel", _bert),
+    "nomic-bert": _Architecture("nomic_bert", "NomicBertModel", _nomic_bert),
     "arcee": _Architecture("arcee", "ArceeForCausalLM", lambda _: {"hidden_act": "relu2"}),
 }
 # These have the architecture of another family in their files.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from midstream.errors import ConfigError
-from midstream.model.prepare.gguf_config import build_config, sampling_of, special_ids
+from midstream.model.prepare.gguf_config import build_config, pooling_of, sampling_of, special_ids
 from midstream.model.prepare.gguf_file import gguf_parts, read_gguf_head, read_vector
 from midstream.model.prepare.gguf_tokenizer import build_tokenizer
 
@@ -46,9 +46,12 @@ def lay_down(gguf_file: Path, folder: Path, sampling: Mapping[str, float]) -> No
     }
     _write(folder / "config.json", build_config(metadata, owners, lambda name: read_vector(*owners[name])))
     tokenizer, tokenizer_config = build_tokenizer(metadata)
-    _write(folder / "tokenizer.json", tokenizer)
+    _write(folder / "tokenizer.json", tokenizer, indent=None)  # large, and indented JSON takes ten times as long
     _write(folder / "tokenizer_config.json", tokenizer_config)
     _write(folder / "generation_config.json", {**special_ids(metadata), **sampling, **sampling_of(metadata)})
+    if (pooling := pooling_of(metadata)) is not None:
+        (folder / "1_Pooling").mkdir()
+        _write(folder / "1_Pooling" / "config.json", {"pooling_mode": pooling})
     for key, file in _TEMPLATES.items():
         if isinstance(template := metadata.get(key), str):
             (folder / file).parent.mkdir(exist_ok=True)
@@ -62,5 +65,5 @@ def lay_down(gguf_file: Path, folder: Path, sampling: Mapping[str, float]) -> No
             shutil.copyfile(source, target)
 
 
-def _write(path: Path, value: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _write(path: Path, value: Mapping[str, object], indent: int | None = 2) -> None:
+    path.write_text(json.dumps(value, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -42,7 +42,11 @@ _FILL_IN_ENDS = ("fim_pad", "fim_rep", "fim_sep")
 # Control tokens of gpt-oss that are part of the text.
 _SHOWN_TEXTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 # Ids that a file does not name, by the kind of its vocabulary (`tokenizer.ggml.model`).
-_DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {"bos": 11, "eos": 11}}
+_DEFAULT_IDS = {
+    "llama": {"bos": 1, "eos": 2, "unknown": 0},
+    "gpt2": {"bos": 11, "eos": 11},
+    "bert": {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0},
+}
 # Pre-tokenizers whose vocabularies have no default start token.
 _WITHOUT_BOS = ("chatglm-bpe", "glm4", "glm5")
 
@@ -69,7 +73,7 @@ def special_tokens_of(metadata: Mapping[str, object]) -> SpecialTokens:
     tokens = metadata.get("tokenizer.ggml.tokens")
     tokens = tokens if isinstance(tokens, list) else []
     types = _types(metadata, len(tokens))
-    by_text = {token: i for i, token in reversed(list(enumerate(tokens)))}
+    by_text = dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
     keys = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", *_FILL_IN_TEXTS)
     named = {key: token_id for key in keys if (token_id := _named_id(metadata, key, len(tokens))) is not None}
     ids = {key: token_id for key, token_id in _defaults(metadata).items() if token_id < len(tokens)} | named

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.model.prepare.gguf_special_tokens import (
     CONTROL,
+    NORMAL,
     UNKNOWN,
     USER_DEFINED,
     SpecialTokens,
@@ -161,8 +162,12 @@ def build_tokenizer(metadata: Mapping[str, object]) -> tuple[Json, Json]:
         tokenizer, adds_bos = _byte_level(metadata, tokens, words), words.adds_bos
     elif kind == "llama":
         tokenizer, adds_bos = _sentence_piece(metadata, tokens, special), True
+    elif kind == "bert":
+        tokenizer, adds_bos = _word_pieces(tokens, special), True
     else:
-        raise UnsupportedError(f"GGUF tokenizer {kind!r} is not supported; supported are gpt2 and llama", field="model")
+        raise UnsupportedError(
+            f"GGUF tokenizer {kind!r} is not supported; supported are gpt2, llama and bert", field="model"
+        )
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, **tokenizer}
     added = tokenizer["added_tokens"] = _added_tokens(tokens, special)
     # Many files leave the settings out; the defaults are llama.cpp's.
@@ -170,7 +175,10 @@ def build_tokenizer(metadata: Mapping[str, object]) -> tuple[Json, Json]:
         key: bool(metadata.get(f"tokenizer.ggml.add_{key}_token", default))
         for key, default in (("bos", adds_bos), ("eos", False), ("sep", False))
     }
-    tokenizer["post_processor"] = _post_processor(adds, tokens, special)
+    tokenizer["post_processor"] = (
+        _start_and_separators(tokens, special) if kind == "bert" else _post_processor(adds, tokens, special)
+    )
+    tokenizer["model"] = tokenizer.pop("model")  # the last section, as the library writes it, and read only if needed
     # Listed here, too, so that finding a token's id does not need the large tokenizer.json.
     listed = {str(token["id"]): {name: value for name, value in token.items() if name != "id"} for token in added}
     flags = {f"add_{key}_token": adds[key] for key in ("bos", "eos")}
@@ -238,6 +246,60 @@ def _sentence_piece(metadata: Mapping[str, object], tokens: Sequence[str], speci
             "byte_fallback": True,
             "vocab": ids,
             "merges": [[left, right] for _, _, _, left, right in sorted(ranked)],
+        },
+    }
+
+
+def _word_pieces(tokens: Sequence[str], special: SpecialTokens) -> Json:
+    """Return a tokenizer for a WordPiece vocabulary. The file marks the pieces that begin a word, by `▁`; the library
+    marks all others. The file does not say whether text becomes lower case: it does unless the vocabulary has capitals.
+    """
+    missing = next((key for key in ("bos", "seperator", "unknown") if key not in special.ids), None)
+    if missing is not None:
+        raise ConfigError(f"the GGUF file lacks tokenizer.ggml.{missing}_token_id", field="model")
+    kinds = special.types
+    pieces = [
+        token if kind in (UNKNOWN, CONTROL, USER_DEFINED) else token[1:] if token.startswith("▁") else f"##{token}"
+        for token, kind in zip(tokens, kinds, strict=True)
+    ]
+    has_capitals = any(
+        any("A" <= letter <= "Z" for letter in token)
+        for token, kind in zip(tokens, kinds, strict=True)
+        if kind == NORMAL and not token.startswith("[")
+    )
+    return {
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": not has_capitals,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": pieces[special.ids["unknown"]],
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": {piece: i for i, piece in enumerate(pieces)},
+        },
+    }
+
+
+def _start_and_separators(tokens: Sequence[str], special: SpecialTokens) -> Json:
+    """Return the post-processor of BERT, which llama.cpp applies whatever the file says."""
+    (start, start_id), (end, end_id) = ((tokens[special.ids[key]], special.ids[key]) for key in ("bos", "seperator"))
+    begin = [{"SpecialToken": {"id": start, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    begin.append({"SpecialToken": {"id": end, "type_id": 0}})
+    more = [{"Sequence": {"id": "B", "type_id": 1}}, {"SpecialToken": {"id": end, "type_id": 1}}]
+    return {
+        "type": "TemplateProcessing",
+        "single": begin,
+        "pair": [*begin, *more],
+        "special_tokens": {
+            token: {"id": token, "ids": [number], "tokens": [token]}
+            for token, number in ((start, start_id), (end, end_id))
         },
     }
 

@@ -264,7 +264,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
 
 def _kv_batch(event: stats_pb2.KvEvent, rank: int) -> oe.KvEventBatch:
     batch = oe.KvEventBatch(sequence_number=event.sequence_number, data_parallel_rank=rank)
-    kind, item = event.WhichOneof("event"), batch.events.add()
+    kind, item = event.WhichOneof("event"), oe.KvEvent()
     if kind == "stored":
         stored = item.block_stored
         stored.block_hashes.extend(_hash(value) for value in event.stored.block_hashes)
@@ -274,8 +274,14 @@ def _kv_batch(event: stats_pb2.KvEvent, rank: int) -> oe.KvEventBatch:
         stored.block_size, stored.lora_name = event.stored.tokens_per_block, event.stored.lora_name
     elif kind == "removed":
         item.block_removed.block_hashes.extend(_hash(value) for value in event.removed.block_hashes)
+    elif kind == "updated":
+        if not event.updated.cache_level:
+            return batch  # a priority, for which there is no event
+        item.block_removed.block_hashes.extend(_hash(value) for value in event.updated.block_hashes)
+        item.block_removed.medium = oe.STORAGE_MEDIUM_GPU
     else:
         item.all_blocks_cleared.SetInParent()
+    batch.events.append(item)
     return batch
 
 

@@ -200,6 +200,27 @@ async def test_kv_events_of_all_groups_are_sent_for_each_rank(
     call.cancel()
 
 
+async def test_blocks_that_leave_the_pool_are_no_longer_on_the_gpu(cluster: Cluster, control: ControlAsyncStub) -> None:
+    moved = stats_pb2.KvBlocksUpdated(block_hashes=[5], cache_level=1)
+    raised = stats_pb2.KvBlocksUpdated(block_hashes=[5], priority=90)
+    cluster.scheduler.kv_events = [
+        stats_pb2.KvEvent(sequence_number=1, group_id="a", updated=raised),
+        stats_pb2.KvEvent(sequence_number=2, group_id="a", updated=moved),
+    ]
+    call = control.SubscribeKvEvents(oe.SubscribeKvEventsRequest(), timeout=240)
+    batches: list[oe.KvEventBatch] = []
+    async for response in call:
+        batches.append(response.batch)
+        if len(batches) == 2:
+            break
+    first, second = batches
+    assert (first.sequence_number, len(first.events)) == (1, 0)
+    removed = second.events[0].block_removed
+    assert [item.value for item in removed.block_hashes] == [(5).to_bytes(8, "little")]
+    assert removed.medium == oe.STORAGE_MEDIUM_GPU
+    call.cancel()
+
+
 def test_choices_may_contain_any_characters() -> None:
     choices = ["é", "日本", 'a "b"', "a\nb\t\x01", "(.*)\\", "x"]
     config = _guide(oe.GuidedDecoding(choice=oe.ChoiceConstraint(choices=choices)), {})
