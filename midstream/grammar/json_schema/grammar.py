@@ -36,7 +36,9 @@ class Many:
     most: int | None = None
 
 
-Symbol = Terminal | Name | Many
+# What matches one value.
+Value = Terminal | Name
+Symbol = Value | Many
 Sequence = tuple[Symbol, ...]
 Rules = dict[str, list[Sequence]]
 
@@ -88,10 +90,10 @@ def without_dead_ends(rules: Rules, root: str, is_empty: Callable[[Terminal], bo
             finite.add(name)
             waiting += users.get(name, ())
 
-    def trimmed(item: Symbol) -> Symbol | None:
-        if isinstance(item, Many) and not all(map(completes, item.items)):
-            return None
-        return item
+    def trimmed(sequence: Sequence) -> Sequence:
+        if not any(isinstance(item, Many) for item in sequence):
+            return sequence
+        return tuple(item for item in sequence if not isinstance(item, Many) or all(map(completes, item.items)))
 
     kept: Rules = {}
     reached = [root] if root in finite else []
@@ -99,11 +101,7 @@ def without_dead_ends(rules: Rules, root: str, is_empty: Callable[[Terminal], bo
         name = reached.pop()
         if name in kept:
             continue
-        kept[name] = [
-            tuple(found for item in sequence if (found := trimmed(item)) is not None)
-            for sequence in rules[name]
-            if all(map(completes, sequence))
-        ]
+        kept[name] = [trimmed(sequence) for sequence in rules[name] if all(map(completes, sequence))]
         reached += _names(item for sequence in kept[name] for item in sequence)
     return kept
 

@@ -15,10 +15,10 @@ from typing import Any
 from midstream.grammar.json_schema.arrays import array_rules
 from midstream.grammar.json_schema.choices import alternatives
 from midstream.grammar.json_schema.conjunction import Conjunction, conjunction, without_keywords
-from midstream.grammar.json_schema.demands import Demands, demands
-from midstream.grammar.json_schema.document import Document
+from midstream.grammar.json_schema.demands import SIMPLE, Demands, demands
+from midstream.grammar.json_schema.document import Document, Schema
 from midstream.grammar.json_schema.errors import SchemaError, UnenforceableError
-from midstream.grammar.json_schema.grammar import MAX_RULES, Name, Rules, Sequence, Terminal, expression, text
+from midstream.grammar.json_schema.grammar import MAX_RULES, Name, Rules, Sequence, Terminal, Value, expression, text
 from midstream.grammar.json_schema.negation import EXCLUDED
 from midstream.grammar.json_schema.numbers import FRACTION, PLAIN, decimals, integers, spellings
 from midstream.grammar.json_schema.objects import object_rules
@@ -71,7 +71,13 @@ class RuleMaker:
                 raise SchemaError("is too large")
         return root
 
-    def name_of(self, schemas: Items[object]) -> Name:
+    def value(self, schemas: Items[object]) -> Value:
+        only = schemas[0] if len(schemas) == 1 else None
+        if isinstance(only, dict) and only.keys() <= SIMPLE and "enum" in only and not self.style.has_quotes:
+            # Schemas of values have many such lists, for which this saves most of the work.
+            listed = _quickly_listed(only)
+            if listed is not None:
+                return listed
         return self._name(conjunction(self.document, schemas), self.style)
 
     def add(self, sequences: list[Sequence]) -> Name:
@@ -205,12 +211,27 @@ def _common_multiple(one: Decimal, other: Decimal) -> Decimal:
 def _listed(values: Items[Any], style: Style) -> Terminal:
     """Return the terminal of listed values, each in one spelling."""
     if set(map(type, values)) <= {str} and _QUICK.fullmatch("".join(values)):
-        # The shorter the expression, the faster the library parses it.
-        start = commonprefix(values)  # noqa: RUF071 (of characters)
-        rest = "|".join(dict.fromkeys([value[len(start) :] for value in values]))
-        return Terminal(expression(f'"{start}({rest})"'))
+        return _quick_terminal(values)
     spellings = dict.fromkeys(spelled(value, style) for value in values)
     return Terminal(expression("(" + "|".join(map(_plain, spellings)) + ")"))
+
+
+def _quickly_listed(schema: Schema) -> Terminal | None:
+    """Return the terminal of the texts that a schema lists, if it says nothing else, and none needs an escape."""
+    values = schema["enum"]
+    if "const" in schema or schema.get("type", "string") != "string" or not isinstance(values, list) or not values:
+        return None
+    is_quick = set(map(type, values)) == {str} and _QUICK.fullmatch("".join(values))
+    return _quick_terminal(values) if is_quick else None
+
+
+def _quick_terminal(values: Items[str]) -> Terminal:
+    """Return the terminal of texts that need no escapes."""
+    # The shorter the expression, the faster the library parses it.
+    start = commonprefix(values)  # noqa: RUF071 (of characters)
+    size = len(start)
+    rest = "|".join(dict.fromkeys([value[size:] for value in values]))
+    return Terminal(f'/"{start}({rest})"/')
 
 
 def _plain(spelling: str) -> str:
