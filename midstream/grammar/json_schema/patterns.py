@@ -335,8 +335,10 @@ def _set(node: _Set) -> str:
     single = _only(node)
     if isinstance(single, int):
         return _character(single)
-    options = [f"[[{node.rust}]&&{PLAIN}]"] if node.rust else []
     escapes = [escape for code, escape in _ESCAPES.items() if node.has(code)]
+    if node.rust and not escapes:
+        return f"[{node.rust}]"
+    options = [f"[[{node.rust}]&&{PLAIN}]"] if node.rust else []
     if len(escapes) == len(_ESCAPES):
         return rf'([[{node.rust}]&&{PLAIN}]|\\["\\bfnrt]|\\u00(0[0-7be-f]|1[0-9a-f]))'
     options += escapes

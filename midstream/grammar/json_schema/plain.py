@@ -11,7 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from midstream.grammar.json_schema.errors import SchemaError
 from midstream.grammar.json_schema.formats import FORMATS
+from midstream.grammar.json_schema.patterns import string_pattern
 from midstream.grammar.json_schema.style import Style
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
@@ -20,24 +22,29 @@ _MAX_SAFE, _MAX_SIZE = 2**53, 2**31
 _MAX_VALUES = 20
 # Texts that are spelled without escapes.
 _SIMPLE = re.compile(r'[^"\\\x00-\x1f\x7f\ud800-\udfff]*')
-_ANNOTATIONS = frozenset(
-    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment")
-)
-_OF_ROOT = frozenset(("$schema", "$defs", "definitions", "x-guidance"))
-_KEYWORDS = {
-    kind: _ANNOTATIONS | {"type", *names}
-    for kind, names in {
-        "string": ("minLength", "maxLength", "format", "enum", "const"),
-        "integer": ("minimum", "maximum", "format"),
-        "boolean": (),
-        "null": (),
-        "array": ("items", "minItems", "maxItems"),
-        "object": ("properties", "required", "additionalProperties"),
-    }.items()
+_OF_ROOT = frozenset(("$schema", "$defs", "definitions", "x-guidance", "$id", "id"))
+# Keywords that restrict values of any type, or change what references mean; then those of one type.
+_GENERAL = frozenset(
+    ("enum", "const", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef", "$recursiveRef",
+     "$id", "id", "dependentRequired", "dependentSchemas", "dependencies")
+)  # fmt: skip
+_OTHERS = {
+    "string": _GENERAL - {"enum", "const"},
+    "integer": _GENERAL | {"multipleOf", "exclusiveMinimum", "exclusiveMaximum"},
+    "boolean": _GENERAL,
+    "null": _GENERAL,
+    "array": _GENERAL
+    | {"prefixItems", "additionalItems", "unevaluatedItems", "contains", "minContains", "maxContains"},
+    "object": _GENERAL
+    | {"patternProperties", "propertyNames", "unevaluatedProperties", "minProperties", "maxProperties"},
 }
-_LISTED, _CHOICE, _WITH_REFERENCE = (
-    _ANNOTATIONS | set(names) for names in (("type", "enum", "const"), ("anyOf",), ("$ref",))
-)
+_RESTRICTING = frozenset(
+    ("type", "multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength",
+     "pattern", "format", "items", "minItems", "maxItems", "uniqueItems", "properties", "required",
+     "additionalProperties")
+).union(*_OTHERS.values())  # fmt: skip
+# A part of an expression that matches an escape of JSON, so that the library, which adds these, must not see it.
+_ESCAPED = re.compile(r'["]|\\\\')
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([A-Za-z0-9_]+)")
 
 
@@ -75,15 +82,15 @@ class _Walk:
         if not isinstance(schema, dict):
             return None
         if "$ref" in schema:
-            return self._reference(schema["$ref"]) if schema.keys() <= _WITH_REFERENCE else None
+            return self._reference(schema["$ref"]) if _RESTRICTING & schema.keys() == {"$ref"} else None
         if "anyOf" in schema:
-            return self._choice(schema["anyOf"]) if schema.keys() <= _CHOICE else None
+            return self._choice(schema["anyOf"]) if _RESTRICTING & schema.keys() == {"anyOf"} else None
         kind = schema.get("type")
         if kind is None and ("enum" in schema or "const" in schema):
             kind = "string"
         if isinstance(kind, list):
             return self._nullable(schema, kind)
-        if not isinstance(kind, str) or kind not in _KEYWORDS or not schema.keys() <= _KEYWORDS[kind]:
+        if not isinstance(kind, str) or kind not in _OTHERS or not _OTHERS[kind].isdisjoint(schema):
             return None
         if kind == "string":
             return _string(schema)
@@ -115,6 +122,8 @@ class _Walk:
 
     def _array(self, schema: dict[str, Any]) -> dict[str, Any] | None:
         sizes = _sizes(schema, "minItems", "maxItems")
+        if schema.get("uniqueItems", False) is not False:
+            return None
         items = self._schema(schema.get("items"))
         return None if sizes is None or items is None else {"type": "array", "items": items, **sizes}
 
@@ -138,18 +147,36 @@ class _Walk:
 def _string(schema: dict[str, Any]) -> dict[str, Any] | None:
     if "enum" in schema or "const" in schema:
         values = [schema["const"]] if "const" in schema else schema["enum"]
-        if not isinstance(values, list) or not 0 < len(values) <= _MAX_VALUES or not schema.keys() <= _LISTED:
+        if not isinstance(values, list) or not 0 < len(values) <= _MAX_VALUES:
+            return None
+        if len(_RESTRICTING & schema.keys()) > 1 + ("type" in schema):
             return None
         is_simple = all(type(value) is str for value in values) and _SIMPLE.fullmatch("".join(values))
-        return {"enum": values} if is_simple and not {"enum", "const"} <= schema.keys() else None
+        return {"enum": values} if is_simple else None
     if len(schema) == 1:
         return schema
-    name = schema.get("format", "")
-    pattern = FORMATS.get(name) if isinstance(name, str) else None
-    sizes = _sizes(schema, "minLength", "maxLength")
-    if sizes is None or not isinstance(name, str) or (pattern is not None and sizes):
+    name, sizes = schema.get("format", ""), _sizes(schema, "minLength", "maxLength")
+    if sizes is None or not isinstance(name, str):
         return None
-    return {"type": "string", **sizes} if pattern is None else {"type": "string", "pattern": f"^({pattern})$"}
+    found = FORMATS.get(name)
+    if "pattern" not in schema and found is None:
+        return {"type": "string", **sizes}
+    if sizes or (found is not None and "pattern" in schema):
+        return None
+    if found is None:
+        found = _unescaped_pattern(schema["pattern"])
+        if found is None:
+            return None
+    return {"type": "string", "pattern": f"^({found})$"}
+
+
+def _unescaped_pattern(pattern: object) -> str | None:
+    """Return the expression of the strings in which a pattern is found, if none of them needs escapes."""
+    try:
+        found = string_pattern(pattern) if isinstance(pattern, str) else None
+    except SchemaError:
+        return None
+    return None if found is None or _ESCAPED.search(found) else found
 
 
 def _integer(schema: dict[str, Any]) -> dict[str, Any] | None:
