@@ -14,7 +14,7 @@ from midstream.grammar.json_schema.negation import EXCLUDED, EXCLUDED_PATTERNS, 
 from midstream.grammar.json_schema.numbers import Range
 
 # Keywords of schemas whose listed values need no other test than that of their type.
-SIMPLE = frozenset(("type", "enum", "const", "title", "description", "default", "examples", "$comment"))
+_SIMPLE = frozenset(("type", "enum", "const", "title", "description", "default", "examples", "$comment"))
 _KINDS = ((str, "string"), (bool, "boolean"), (type(None), "null"), (list, "array"), (dict, "object"))
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
@@ -52,7 +52,7 @@ def demands(document: Document, whole: Conjunction) -> Demands:
         found.types = _common_types(found.types, _types_of(schema))
         if found.values is None and ("const" in schema or "enum" in schema):
             found.values = [schema["const"]] if "const" in schema else list_of(schema, "enum")
-        if schema.keys() <= SIMPLE:
+        if schema.keys() <= _SIMPLE:
             continue
         found.excluded += schema.get(EXCLUDED, [])
         found.excluded_patterns += schema.get(EXCLUDED_PATTERNS, [])
@@ -70,7 +70,7 @@ def demands(document: Document, whole: Conjunction) -> Demands:
     if found.values is not None:
         is_free = not (found.excluded or found.excluded_patterns or found.is_fractional)
         is_listed_once = sum(("enum" in schema) + ("const" in schema) for schema in whole.schemas) == 1
-        is_simple = is_free and is_listed_once and all(schema.keys() <= SIMPLE for schema in whole.schemas)
+        is_simple = is_free and is_listed_once and all(schema.keys() <= _SIMPLE for schema in whole.schemas)
         if is_simple and set(map(type, found.values)) <= {str}:
             found.values = found.values if "string" in found.types else []
             return found

@@ -13,6 +13,7 @@ from typing import Any
 
 from midstream.grammar.json_schema.errors import SchemaError
 from midstream.grammar.json_schema.formats import FORMATS
+from midstream.grammar.json_schema.keywords import KEYWORDS, UNUSUAL
 from midstream.grammar.json_schema.patterns import string_pattern
 from midstream.grammar.json_schema.style import Style
 
@@ -23,26 +24,6 @@ _MAX_VALUES = 20
 # Texts that are spelled without escapes.
 _SIMPLE = re.compile(r'[^"\\\x00-\x1f\x7f\ud800-\udfff]*')
 _OF_ROOT = frozenset(("$schema", "$defs", "definitions", "x-guidance", "$id", "id"))
-# Keywords that restrict values of any type, or change what references mean; then those of one type.
-_GENERAL = frozenset(
-    ("enum", "const", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef", "$recursiveRef",
-     "$id", "id", "dependentRequired", "dependentSchemas", "dependencies")
-)  # fmt: skip
-_OTHERS = {
-    "string": _GENERAL - {"enum", "const"},
-    "integer": _GENERAL | {"multipleOf", "exclusiveMinimum", "exclusiveMaximum"},
-    "boolean": _GENERAL,
-    "null": _GENERAL,
-    "array": _GENERAL
-    | {"prefixItems", "additionalItems", "unevaluatedItems", "contains", "minContains", "maxContains"},
-    "object": _GENERAL
-    | {"patternProperties", "propertyNames", "unevaluatedProperties", "minProperties", "maxProperties"},
-}
-_RESTRICTING = frozenset(
-    ("type", "multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength",
-     "pattern", "format", "items", "minItems", "maxItems", "uniqueItems", "properties", "required",
-     "additionalProperties")
-).union(*_OTHERS.values())  # fmt: skip
 # A part of an expression that matches an escape of JSON, so that the library, which adds these, must not see it.
 _ESCAPED = re.compile(r'["]|\\\\')
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([A-Za-z0-9_]+)")
@@ -82,15 +63,15 @@ class _Walk:
         if not isinstance(schema, dict):
             return None
         if "$ref" in schema:
-            return self._reference(schema["$ref"]) if _RESTRICTING & schema.keys() == {"$ref"} else None
+            return self._reference(schema["$ref"]) if KEYWORDS & schema.keys() == {"$ref"} else None
         if "anyOf" in schema:
-            return self._choice(schema["anyOf"]) if _RESTRICTING & schema.keys() == {"anyOf"} else None
+            return self._choice(schema["anyOf"]) if KEYWORDS & schema.keys() == {"anyOf"} else None
         kind = schema.get("type")
         if kind is None and ("enum" in schema or "const" in schema):
             kind = "string"
         if isinstance(kind, list):
             return self._nullable(schema, kind)
-        if not isinstance(kind, str) or kind not in _OTHERS or not _OTHERS[kind].isdisjoint(schema):
+        if not isinstance(kind, str) or kind not in UNUSUAL or not UNUSUAL[kind].isdisjoint(schema):
             return None
         if kind == "string":
             return _string(schema)
@@ -149,7 +130,7 @@ def _string(schema: dict[str, Any]) -> dict[str, Any] | None:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         if not isinstance(values, list) or not 0 < len(values) <= _MAX_VALUES:
             return None
-        if len(_RESTRICTING & schema.keys()) > 1 + ("type" in schema):
+        if len(KEYWORDS & schema.keys()) > 1 + ("type" in schema):
             return None
         is_simple = all(type(value) is str for value in values) and _SIMPLE.fullmatch("".join(values))
         return {"enum": values} if is_simple else None
@@ -182,7 +163,7 @@ def _unescaped_pattern(pattern: object) -> str | None:
 def _integer(schema: dict[str, Any]) -> dict[str, Any] | None:
     if not isinstance(schema.get("format", ""), str):
         return None
-    bounds = {name: schema[name] for name in ("minimum", "maximum") if name in schema}
+    bounds: dict[str, Any] = {name: schema[name] for name in ("minimum", "maximum") if name in schema}
     if not all(type(value) is int and abs(value) <= _MAX_SAFE for value in bounds.values()):
         return None
     if len(bounds) == 2 and bounds["minimum"] > bounds["maximum"]:

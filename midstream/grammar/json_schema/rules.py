@@ -15,12 +15,13 @@ from typing import Any
 from midstream.grammar.json_schema.arrays import array_rules
 from midstream.grammar.json_schema.choices import alternatives
 from midstream.grammar.json_schema.conjunction import Conjunction, conjunction, without_keywords
-from midstream.grammar.json_schema.demands import SIMPLE, Demands, demands
+from midstream.grammar.json_schema.demands import Demands, demands
 from midstream.grammar.json_schema.document import Document, Schema
 from midstream.grammar.json_schema.errors import SchemaError, UnenforceableError
 from midstream.grammar.json_schema.grammar import MAX_RULES, Name, Rules, Sequence, Terminal, Value, expression, text
+from midstream.grammar.json_schema.keywords import KEYWORDS
 from midstream.grammar.json_schema.negation import EXCLUDED
-from midstream.grammar.json_schema.numbers import FRACTION, PLAIN, decimals, integers, spellings
+from midstream.grammar.json_schema.numbers import FRACTION, INTEGER, NUMBER, PLAIN, decimals, integers, spellings
 from midstream.grammar.json_schema.objects import object_rules
 from midstream.grammar.json_schema.spelling import spelled, spelled_parts
 from midstream.grammar.json_schema.strings import string_conditions
@@ -55,6 +56,13 @@ class RuleMaker:
         self.style = style
         self.rules: Rules = {}
         self._names: dict[object, str] = {}
+        self._quick = {
+            "string": Terminal(string_conditions()),
+            "number": Terminal(expression(NUMBER)),
+            "integer": Terminal(expression(INTEGER)),
+            "boolean": Terminal(expression(f"{style.word(True)}|{style.word(False)}")),
+            "null": text(style.word(None)),
+        }
         self._waiting: deque[tuple[str, Conjunction, Style]] = deque()
 
     def make(self, schema: object) -> str:
@@ -72,13 +80,21 @@ class RuleMaker:
         return root
 
     def value(self, schemas: Items[object]) -> Value:
-        only = schemas[0] if len(schemas) == 1 else None
-        if isinstance(only, dict) and only.keys() <= SIMPLE and "enum" in only and not self.style.has_quotes:
-            # Schemas of values have many such lists, for which this saves most of the work.
-            listed = _quickly_listed(only)
-            if listed is not None:
-                return listed
+        if len(schemas) == 1 and isinstance(schemas[0], dict) and not self.style.has_quotes:
+            found = self._quick_value(schemas[0])
+            if found is not None:
+                return found
         return self._name(conjunction(self.document, schemas), self.style)
+
+    def _quick_value(self, schema: dict[str, Any]) -> Terminal | None:
+        """Return the terminal of the values of a schema that has only a type, or only lists texts; None of others. Most
+        schemas are such, and this saves most of the work.
+        """
+        keywords = KEYWORDS & schema.keys()
+        if keywords == {"type"}:
+            kind = schema["type"]
+            return self._quick.get(kind) if isinstance(kind, str) else None
+        return _quickly_listed(schema) if keywords in ({"enum"}, {"enum", "type"}) else None
 
     def add(self, sequences: list[Sequence]) -> Name:
         name = f"rule {len(self.rules)} {len(self._names)}"
@@ -219,7 +235,7 @@ def _listed(values: Items[Any], style: Style) -> Terminal:
 def _quickly_listed(schema: Schema) -> Terminal | None:
     """Return the terminal of the texts that a schema lists, if it says nothing else, and none needs an escape."""
     values = schema["enum"]
-    if "const" in schema or schema.get("type", "string") != "string" or not isinstance(values, list) or not values:
+    if schema.get("type", "string") != "string" or not isinstance(values, list) or not values:
         return None
     is_quick = set(map(type, values)) == {str} and _QUICK.fullmatch("".join(values))
     return _quick_terminal(values) if is_quick else None
