@@ -84,7 +84,7 @@ def _grammar(guide: Guide, tokenizer: GuideTokenizer) -> str:
             return str(_Matcher.grammar_from_json_schema(term.removeprefix(JSON_TERM)))
         lark = "\n".join([f"start: {term}", *rules])
     else:
-        lark = _with_schemas(name_by_id(to_lark(guide.text), tokenizer.ids), tokenizer.library)
+        lark = _with_schemas(name_by_id(to_lark(guide.text, tokenizer.ids), tokenizer.ids), tokenizer.library)
     return str(_Matcher.grammar_from_lark(lark))
 
 
