@@ -1,13 +1,14 @@
 """Parses GBNF, the grammars of llama.cpp, and those of XGrammar, which differ in few respects.
 
 In the latter, a sequence may go on in the next line, names may have dots, a lookahead `(= …)` only describes what
-follows, and `TagDispatch` is free text with rules for what follows its tags.
+follows, and `TagDispatch` is free text with rules for what follows its tags. Tokens are written `<[5]>`, `<name>` and
+`!<…>` in the former, and `Token(5)`, `ExcludeToken(5)` and `TokenTagDispatch` in the latter.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -19,7 +20,10 @@ _ESCAPES = {
 _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
 _NAME, _DOTTED_NAME = re.compile(r"[\w-]+"), re.compile(r"[\w-]+(?:\.[\w-]+)+")
 _RULE = re.compile(r"([\w-]+(?:\.[\w-]+)*)[ \t]*::=")
-_DISPATCH, _TRUE = "TagDispatch", {"true": True, "false": False}
+_DISPATCH, _TOKEN_DISPATCH = "TagDispatch", "TokenTagDispatch"
+_TOKENS = {"Token": False, "ExcludeToken": True}
+_TRUE = {"true": True, "false": False}
+_TOKEN = re.compile(r"(!?)<(?:\[([0-9]{1,9})\]|([^<>\s]+))>")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _SPACE, _SPACE_AND_LINES = re.compile(r"(?:[ \t]|#[^\r\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
 
@@ -47,6 +51,14 @@ class Literal:
     @property
     def characters(self) -> Sequence:
         return Sequence(tuple(Characters(((ord(c), ord(c)),)) for c in self.text))
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One token of those with these ids; with `is_excluded`, one of all others."""
+
+    ids: tuple[int, ...]
+    is_excluded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,26 +106,31 @@ class Dispatch:
     excluded: tuple[str, ...]
 
 
-Node = Characters | Literal | Reference | Sequence | Choice | Repetition
+Node = Characters | Literal | Tokens | Reference | Sequence | Choice | Repetition
 EMPTY = Sequence(())
 
 
-def parse_gbnf(text: str) -> tuple[dict[str, Node], Dispatch | None]:
+def parse_gbnf(text: str, tokens: Mapping[str, int]) -> tuple[dict[str, Node], Dispatch | None]:
     """Return the rules by name, and what takes the place of the rule `root` if it dispatches tags.
+
+    Args:
+        tokens: Ids of the tokens that can be named.
 
     Raises:
         GbnfError: The text is not a grammar; the message says where, or which rule is missing.
     """
-    return _Parser(text).rules()
+    return _Parser(text, tokens).rules()
 
 
 class _Parser:
     """Parses GBNF. Unlike in llama.cpp, the alternatives of a rule may also begin on new lines."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, tokens: Mapping[str, int]) -> None:
         self._text = text
+        self._tokens = tokens
         self._at = 0
-        self._dotted = {found[1] for found in _RULE.finditer(text) if "." in found[1]}
+        self._names = {found[1] for found in _RULE.finditer(text)}
+        self._dotted = {name for name in self._names if "." in name}
 
     def rules(self) -> tuple[dict[str, Node], Dispatch | None]:
         rules: dict[str, Node] = {}
@@ -156,15 +173,9 @@ class _Parser:
             if self._peek() == "(":
                 tags.append(self._tag())
             else:
-                option = self._take(_NAME, "a tag in parentheses, loop_after_dispatch or excludes")
-                self._skip(_SPACE_AND_LINES)
-                self._expect("=")
-                self._skip(_SPACE_AND_LINES)
+                option = self._option()
                 if option == "loop_after_dispatch":
-                    value = self._take(_NAME, "true or false")
-                    if value not in _TRUE:
-                        raise self._error("true or false")
-                    loops = _TRUE[value]
+                    loops = self._flag()
                 elif option == "excludes":
                     excluded = self._texts()
                 else:
@@ -185,13 +196,31 @@ class _Parser:
         tag = self._quoted()
         if not tag:
             raise self._error("a tag that is not empty")
+        return tag, self._dispatched().name
+
+    def _dispatched(self) -> Reference:
+        """Read the rule after a tag, up to the end of the pair."""
         self._skip(_SPACE_AND_LINES)
         self._expect(",")
         self._skip(_SPACE_AND_LINES)
         rule = self._dotted_name() or self._take(_NAME, "the name of a rule")
         self._skip(_SPACE_AND_LINES)
         self._expect(")")
-        return tag, rule
+        return Reference(rule)
+
+    def _option(self) -> str:
+        """Read the name of an argument, and the sign after it."""
+        option = self._take(_NAME, "a tag in parentheses, loop_after_dispatch or excludes")
+        self._skip(_SPACE_AND_LINES)
+        self._expect("=")
+        self._skip(_SPACE_AND_LINES)
+        return option
+
+    def _flag(self) -> bool:
+        value = self._take(_NAME, "true or false")
+        if value not in _TRUE:
+            raise self._error("true or false")
+        return _TRUE[value]
 
     def _texts(self) -> tuple[str, ...]:
         """Read texts in parentheses."""
@@ -243,8 +272,12 @@ class _Parser:
 
     def _item(self) -> Node:
         character = self._peek()
-        if self._text.startswith(f"{_DISPATCH}(", self._at):
+        if self._begins(_DISPATCH):
             raise GbnfError(f"{_DISPATCH} must be all of the rule 'root'")
+        if self._begins(_TOKEN_DISPATCH):
+            return self._token_dispatch()
+        if character in ("<", "!") or any(map(self._begins, _TOKENS)):
+            return self._token()
         if character == '"':
             return self._literal()
         if character == "[":
@@ -261,6 +294,74 @@ class _Parser:
             return item
         name = self._dotted_name() or self._take(_NAME, "a literal, a character class, a group or the name of a rule")
         return Reference(name)
+
+    def _begins(self, name: str) -> bool:
+        """Return whether arguments of `name` follow, which is no rule."""
+        return self._text.startswith(f"{name}(", self._at) and name not in self._names
+
+    def _token(self) -> Node:
+        """Read a token in angle brackets, or a set of tokens."""
+        for name, is_excluded in _TOKENS.items():
+            if self._begins(name):
+                self._at += len(name)
+                ids = self._ids()
+                if not ids:
+                    raise GbnfError(f"{name} must have at least one id")
+                return Tokens(ids, is_excluded)
+        found = _TOKEN.match(self._text, self._at)
+        if found is None:
+            raise self._error("a token such as <[5]> or <name>")
+        number = int(found[2]) if found[2] else self._tokens.get(f"<{found[3]}>")
+        if number is None:
+            raise GbnfError(f"<{found[3][:64]}> is not one of the tokenizer's added tokens; give its id, as in <[5]>")
+        self._at = found.end()
+        return Tokens((number,), bool(found[1]))
+
+    def _ids(self) -> tuple[int, ...]:
+        """Read ids in parentheses."""
+        found: list[int] = []
+        self._expect("(")
+        self._skip(_SPACE_AND_LINES)
+        while self._peek() != ")":
+            found.append(int(self._take(_NUMBER, "the id of a token")))
+            self._skip(_SPACE_AND_LINES)
+            if self._peek() != ")":
+                self._expect(",")
+                self._skip(_SPACE_AND_LINES)
+        self._at += 1
+        return tuple(dict.fromkeys(found))
+
+    def _token_dispatch(self) -> Node:
+        """Read free tokens in which a rule follows each token that is listed."""
+        calls: list[Node] = []
+        ids: list[int] = []
+        loops, excluded = True, tuple[int, ...]()
+        self._at += len(_TOKEN_DISPATCH) + 1
+        self._skip(_SPACE_AND_LINES)
+        while self._peek() != ")":
+            if self._peek() == "(":
+                self._at += 1
+                self._skip(_SPACE_AND_LINES)
+                ids.append(int(self._take(_NUMBER, "the id of a token")))
+                calls.append(Sequence((Tokens((ids[-1],)), self._dispatched())))
+            elif (option := self._option()) == "loop_after_dispatch":
+                loops = self._flag()
+            elif option == "excludes":
+                excluded = self._ids()
+            else:
+                raise GbnfError(f"{_TOKEN_DISPATCH} has the unknown argument {option[:64]!r}")
+            self._skip(_SPACE_AND_LINES)
+            if self._peek() == ",":
+                self._at += 1
+                self._skip(_SPACE_AND_LINES)
+        self._at += 1
+        if len(set(ids)) < len(ids) or set(ids) & set(excluded):
+            raise GbnfError(f"{_TOKEN_DISPATCH} lists a token twice")
+        free = Repetition(Tokens((*ids, *excluded), is_excluded=True), 0, None)
+        if not calls:
+            return free
+        call = Choice(tuple(calls))
+        return Sequence((free, Repetition(Sequence((call, free)) if loops else call, 0, None if loops else 1)))
 
     def _repeated(self, item: Node) -> Node:
         while True:

@@ -26,6 +26,7 @@ from midstream.grammar.gbnf import (
     Reference,
     Repetition,
     Sequence,
+    Tokens,
     children,
     parse_gbnf,
     references,
@@ -38,15 +39,18 @@ _LARK = re.compile(r"(?m)^\s*(?:%llguidance\b|start\s*:(?!:=))")
 _ROOT = Reference("root")
 
 
-def to_lark(text: str) -> str:
+def to_lark(text: str, tokens: Mapping[str, int]) -> str:
     """Return a grammar in Lark syntax; one that is already Lark is unchanged.
+
+    Args:
+        tokens: Ids of the tokens that can be named.
 
     Raises:
         GbnfError: The text is neither GBNF nor Lark.
     """
     if _LARK.search(text):
         return text
-    return _Converter(*parse_gbnf(text)).lark()
+    return _Converter(*parse_gbnf(text, tokens)).lark()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,8 @@ class _Converter:
             for name, (size, depth) in _sizes(rules).items()
             if size <= _MAX_SIZE and depth <= _MAX_DEPTH and not (dispatch and name == "root")
         }
+        parts = (part for rule in rules.values() for part in with_parts(rule))
+        self._token_ids = dict.fromkeys(number for part in parts if isinstance(part, Tokens) for number in part.ids)
         self._split: set[Node] = set()
         self._known: dict[Node, _Lexeme] = {}
         self._firsts: dict[int, int] = {}
@@ -87,9 +93,10 @@ class _Converter:
 
     def lark(self) -> str:
         """Return the grammar in Lark syntax."""
-        while conflicts := self._conflicts():
+        while conflicts := self._conflicts(follow := self._follow()):
             self._split |= conflicts
             self._named -= {node.name for node in conflicts if isinstance(node, Reference)}
+        self._check_tokens(follow)
         names = {name: f"r{number}" for number, name in enumerate(self._rules)}
         lines = ["%llguidance {}"]
         if self._dispatch is None:
@@ -120,7 +127,7 @@ class _Converter:
             return node.name in self._named
         if isinstance(node, Repetition):
             return isinstance(node.item, Characters) and node.most is None and node not in self._split
-        return isinstance(node, Characters) or (isinstance(node, Literal) and node not in self._split)
+        return isinstance(node, Characters | Tokens) or (isinstance(node, Literal) and node not in self._split)
 
     def lexeme(self, node: Node) -> _Lexeme:
         """Return the properties of a unit's matches."""
@@ -129,6 +136,10 @@ class _Converter:
             first = self._alphabet.masks(node.text[0])[0]
             inner = _union(self._alphabet.masks("".join(set(node.text[1:]))))
             found = self._known[node] = _Lexeme(first, inner, extensions=0, can_be_empty=False, repeated=None)
+        elif found is None and isinstance(node, Tokens):
+            # Any text may be a token of those that are not excluded; no text is one of the others.
+            first = self._alphabet.all if node.is_excluded else 0
+            found = self._known[node] = _Lexeme(first, inner=0, extensions=0, can_be_empty=False, repeated=None)
         elif found is None:
             found = self._known[node] = _Automaton(self._rules, self._alphabet, node).lexeme()
         return found
@@ -155,9 +166,11 @@ class _Converter:
                     waiting.append(other)
         return list(used)
 
-    def _conflicts(self) -> set[Node]:
+    def _follow(self) -> _Follow:
+        return _Follow(self, {name: self._rules[name] for name in self._used_rules() if name not in self._named})
+
+    def _conflicts(self, follow: _Follow) -> set[Node]:
         """Return the lexemes to split: those whose matches could go on into text that follows the end of a lexeme."""
-        follow = _Follow(self, {name: self._rules[name] for name in self._used_rules() if name not in self._named})
         # Literals and other units by first character. Since there may be many literals, they are counted by the units
         # that follow them.
         literals: dict[int, Counter[int]] = defaultdict(Counter)
@@ -224,6 +237,8 @@ class _Converter:
         """Return a node as part of a Lark rule."""
         if isinstance(node, Reference):
             return names[node.name].upper() if node.name in self._named else names[node.name]
+        if isinstance(node, Tokens):
+            return self._tokens(node)
         if self.is_unit(node):
             return f"/{self._regex(node)}/"
         if isinstance(node, Literal):
@@ -232,6 +247,26 @@ class _Converter:
             return f"({self._terms(node.item, names)}){_bounds(node)}" if node.most != 0 else '""'
         joint = " | " if isinstance(node, Choice) else " "
         return f"({joint.join(self._terms(item, names) for item in children(node))})" if children(node) else '""'
+
+    def _tokens(self, node: Tokens) -> str:
+        """Return the terms of a set of tokens.
+
+        Of terms that contain the same token, the library tries only one, so each token that the grammar names has a
+        term of its own.
+        """
+        if not node.is_excluded:
+            return f"({' | '.join(f'<[{number}]>' for number in node.ids)})"
+        named = ",".join(map(str, sorted(self._token_ids)))
+        options = [f"<[^{named}]>" if named else "<[*]>", *(f"<[{n}]>" for n in self._token_ids if n not in node.ids)]
+        return f"({' | '.join(options)})"
+
+    def _check_tokens(self, follow: _Follow) -> None:
+        """Raise GbnfError if a token may be one of a set or text, of which the library tries only the former."""
+        for node, neighbors in follow.neighbors.items():
+            if isinstance(node, Tokens) and node.is_excluded:
+                texts = (other for other in self.units(neighbors) if not isinstance(other, Tokens))
+                if next(texts, None) is not None:
+                    raise GbnfError("where all tokens but some may follow, text may not: it consists of tokens, too")
 
     def _regex(self, node: Node) -> str:
         """Return a node without recursion as a regular expression."""
@@ -244,11 +279,15 @@ class _Converter:
         if isinstance(node, Repetition):
             return f"(?:{self._regex(node.item)}){_bounds(node)}" if node.most != 0 else ""
         joint = "|" if isinstance(node, Choice) else ""
-        return f"(?:{joint.join(self._regex(item) for item in node.items)})"
+        return f"(?:{joint.join(map(self._regex, children(node)))})"
 
 
 class _Alphabet:
-    """Bit masks of sets of characters; characters that occur in exactly the same classes and literals share one bit."""
+    """Bit masks of sets of characters; characters that occur in exactly the same classes and literals share one bit.
+
+    Attributes:
+        all: The mask of all characters.
+    """
 
     def __init__(self, rules: Mapping[str, Node]) -> None:
         self._masks: dict[Ranges, int] = {}
@@ -266,6 +305,7 @@ class _Alphabet:
         for edge in sorted(changes):
             current ^= changes[edge]
             found.add(current)
+        self.all = (1 << len(found)) - 1
         names = list(self._masks)
         for bit, sets in enumerate(found):
             for number in _bits(sets):
@@ -501,6 +541,8 @@ def _size(node: Node, sizes: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
         return size, depth + 1
     if isinstance(node, Literal):
         return len(node.text), 1
+    if isinstance(node, Tokens):
+        return _MAX_SIZE + 1, 1  # no lexeme contains tokens
     parts = [_size(item, sizes) for item in children(node)]
     return 1 + sum(size for size, _ in parts), 1 + max((depth for _, depth in parts), default=0)
 

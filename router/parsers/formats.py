@@ -14,10 +14,14 @@ from router.parsers import (
     glm,
     harmony,
     hermes,
+    hy,
     invoke,
     json_lists,
     kimi,
+    kimi_k3,
     llama,
+    minicpm,
+    minimax_m3,
     mistral,
     pythonic,
     qwen_coder,
@@ -116,6 +120,12 @@ def _glm(template: str) -> CallGrammar:
 def _kimi(template: str) -> CallGrammar:
     opening = f"{kimi.CALL}functions.NAME:NUMBER{kimi.ARGUMENT}"
     return CallGrammar(kimi.BEGIN, opening, kimi.CALL_END, "", kimi.END)
+
+
+def _hy(template: str) -> CallGrammar:
+    style = TaggedArguments("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n", ("</arg_value>", hy.CALL_END))
+    call = f"{hy.CALL}NAME{hy.SEPARATOR}\n"
+    return CallGrammar(f"{hy.BEGIN}\n", call, hy.CALL_END, "\n", f"\n{hy.END}", style)
 
 
 def _llama(template: str) -> CallGrammar:
@@ -254,6 +264,12 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         _kimi_id,
         _kimi,
     ),
+    "kimi_k3": ToolFormat(
+        kimi_k3.script, kimi_k3.MARKS, (kimi_k3.BEGIN,), wrappers=kimi_k3.WRAPPERS
+    ),
+    "hy_v3": ToolFormat(hy.script, hy.MARKS, (hy.BEGIN,), grammar=_hy),
+    "minicpm5": ToolFormat(minicpm.script, (*minicpm.BEGINS, minicpm.END), minicpm.BEGINS),
+    "minimax_m3": ToolFormat(minimax_m3.script, (minimax_m3.MARK,), (minimax_m3.BEGIN,)),
     "glm45": ToolFormat(glm.script, glm.MARKS, grammar=_glm),
     "openai": ToolFormat(harmony.script, harmony.MARKS),
     "functiongemma": ToolFormat(
@@ -279,6 +295,8 @@ REASONING_FORMATS: dict[str, ThinkTags | None] = {
     "solar_open": ThinkTags("<|think|>", "<|end|>"),
     "apriel": ThinkTags("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
     "cohere_command": ThinkTags("<|START_THINKING|>", "<|END_THINKING|>"),
+    "kimi_k3": ThinkTags(*kimi_k3.THINKING),
+    "minimax_m3": ThinkTags(*minimax_m3.THINKING),
     "gemma4": ThinkTags("<|channel>thought", "<channel|>"),
     "openai": None,
 }
@@ -294,7 +312,6 @@ class _Row:
     architectures: tuple[str, ...] = ()
 
 
-_MINIMAX_M3 = "]<]minimax[>["  # has nested tags of its own
 # The first matching rule applies.
 _TOOL_ROWS = (
     _Row("openai", ("<|channel|>", "<|message|>"), architectures=("gpt_oss",)),
@@ -303,6 +320,10 @@ _TOOL_ROWS = (
     _Row("deepseek_v32", ("｜DSML｜",)),
     _Row("deepseek_v3", ("<｜tool▁calls▁begin｜>",)),
     _Row("kimi_k2", (kimi.BEGIN,)),
+    _Row("kimi_k3", kimi_k3.MARKS),
+    _Row("minimax_m3", (minimax_m3.MARK,)),
+    _Row("hy_v3", (hy.SEPARATOR, "<arg_key>")),
+    _Row("minicpm5", ("<function name=", "<param name=")),
     _Row("minimax_m2", (invoke.MINIMAX_BEGIN,), architectures=("minimax_m2",)),
     _Row("glm45", ("<tool_call>", "<arg_key>"), architectures=("glm4_moe",)),
     _Row("qwen3_coder", ("<tool_call>", "<function=")),
@@ -324,8 +345,8 @@ _TOOL_ROWS = (
     _Row("phi4_mini_json", ("<|tool|>", "<|/tool|>")),
     _Row("granite", ("<|tool_call|>",)),
     _Row("functiongemma", ("<start_function_call>",)),
-    _Row("ernie45", ("<tool_call>", "<response>"), lacks=(_MINIMAX_M3,)),
-    _Row("hermes", ("<tool_call>",), lacks=(_MINIMAX_M3,)),
+    _Row("ernie45", ("<tool_call>", "<response>")),
+    _Row("hermes", ("<tool_call>",)),
     _Row("mistral", ("[TOOL_CALLS]",)),
     _Row("pythonic", ("<|python_start|>",)),
     _Row("pythonic", ("[func_name1(",)),
@@ -335,6 +356,8 @@ _TOOL_ROWS = (
 _REASONING_ROWS = (
     _Row("openai", ("<|channel|>", "<|message|>"), architectures=("gpt_oss",)),
     _Row("gemma4", ("<|channel>", "<channel|>")),
+    _Row("kimi_k3", kimi_k3.MARKS),
+    _Row("minimax_m3", (minimax_m3.THINKING[1],)),
     _Row("mistral", ("[THINK]",)),
     _Row("seed_oss", ("</seed:think>",)),
     _Row("cohere_command", ("<|END_THINKING|>",)),

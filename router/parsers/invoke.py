@@ -12,7 +12,7 @@ from router.parsers.machine import Call, Offer, Schema, Script, arguments_text
 from router.parsers.sections import Sections
 from router.parsers.tagged_values import arguments_of, properties_of
 
-_WRAPPERS = ("arguments", "parameters", "input")
+_WRAPPERS = ("arguments", "parameters", "input", "properties")
 
 
 def invocations(prefix: str, begin: str, end: str, other_marks: Mapping[str, str] = MappingProxyType({})) -> Script:
@@ -36,7 +36,7 @@ def invocations(prefix: str, begin: str, end: str, other_marks: Mapping[str, str
         if not opening or rest[position:].strip() or name not in offer.tools:
             return None
         schema = offer.tools[name]
-        return Call(name, _inner(values, schema) or arguments_of(values, schema, texts))
+        return Call(name, inner_arguments(values, schema) or arguments_of(values, schema, texts))
 
     value = (f"<{prefix}parameter name=", f"</{prefix}parameter>")
     call, call_end = f'<{prefix}invoke name="', f"</{prefix}invoke>"
@@ -45,7 +45,7 @@ def invocations(prefix: str, begin: str, end: str, other_marks: Mapping[str, str
     ).script
 
 
-def _inner(values: list[tuple[str, str]], schema: Schema) -> str | None:
+def inner_arguments(values: list[tuple[str, str]], schema: Schema) -> str | None:
     """Return all arguments if they are the value of a single one that the tool does not have, as models sometimes
     write them.
     """

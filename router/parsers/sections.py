@@ -57,18 +57,31 @@ class Sections:
                 # The text is neither a call nor the end: emit it up to the next call or the end.
                 rest, mark = yield from machine.take_until(self.call, end)
                 raw += rest
+                if is_call and mark == self.call:
+                    machine.unread(mark)
+                    machine.text(raw)
+                    yield from machine.accept(self.call)
+                    raw = ""
             if mark == self.call:
-                is_call = yield from self._call(machine, raw)
+                is_call = yield from self._call(machine, raw, end)
                 raw = ""
                 continue
             if raw.strip() or not is_call:
                 is_call = machine.settle(None, raw + mark)
             return is_call
 
-    def _call(self, machine: Machine, before: str) -> Steps[bool]:
-        """Parse a call, which follows the text `before`; return whether it is one."""
+    def _call(self, machine: Machine, before: str, end: str) -> Steps[bool]:
+        """Parse a call after the text `before`, in a section that ends with `end`; return whether it is one."""
         if self.value is None:
-            body, closing = yield from machine.take_until(self.call_end)
+            body, closing = yield from machine.take_until(*filter(None, (self.call_end, self.call, end)))
+            if closing not in ("", self.call_end):
+                # Models sometimes leave out the end of a call.
+                if self.read(body, machine.offer):
+                    machine.unread(closing)
+                    closing = ""
+                else:
+                    more, last = yield from machine.take_until(self.call_end)
+                    body, closing = body + closing + more, last
         else:
             body, closing = yield from machine.take_around(self.call_end, value=self.value, restart=self.call)
         found = self.read(body, machine.offer)

@@ -25,7 +25,7 @@ def arguments_of(values: Iterable[tuple[str, str]], schema: Schema, texts: Colle
     excludes strings.
     """
     known = properties_of(schema)
-    arguments = {name: _value(text, known.get(name), schema, is_text=name in texts) for name, text in values}
+    arguments = {name: value_of(text, known.get(name), schema, is_text=name in texts) for name, text in values}
     return json.dumps(arguments, ensure_ascii=False)
 
 
@@ -75,7 +75,10 @@ def _target(reference: str, root: Schema) -> object:
     return found
 
 
-def _value(text: str, schema: object, root: Schema, *, is_text: bool) -> object:
+def value_of(text: str, schema: object, root: Schema, *, is_text: bool = False) -> object:
+    """Return the value of a text by its schema, which is a part of `root`; it stays a string if it `is_text` and the
+    schema allows strings.
+    """
     kinds = {kind for option in alternatives(schema, root) for kind in _kinds(option)}
     if kinds == {"string"} or (is_text and (not kinds or "string" in kinds)):
         return text

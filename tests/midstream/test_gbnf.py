@@ -10,7 +10,7 @@ from typing import Any
 import llguidance
 import pytest
 
-from midstream.grammar.compile import GuideError, compile_guide, load_tokenizer
+from midstream.grammar.compile import GuideError, GuideTokenizer, compile_guide, load_tokenizer
 from midstream.grammar.lexemes import to_lark
 from midstream.grammar.messages import Guide
 from midstream.model.folder import open_model_folder
@@ -108,6 +108,7 @@ def matches(tokenizer: llguidance.LLTokenizer) -> Matches:
         ("root ::= TagDispatch()", "abc"),
         # Recursion.
         ('root ::= root "a" | "b"', "baaa"),
+        ('root ::= Token(a)\nToken ::= "b"\na ::= "c"', "bc"),
         (JSON, '{"a": [1,-2.5e1, true, null,"x\\u00e9 \\" é"], "b":{}}'),
     ],
 )
@@ -144,7 +145,12 @@ def test_other_text_does_not_match(matches: Matches, grammar: str, text: str) ->
         ('root ::= "a"{3,2}', "line 1, column 18: expected a maximum that is not below the minimum"),
         ('root ::= ("a"', "line 1, column 14: expected ')'"),
         ('root = "a"', "line 1, column 6: expected '::='"),
-        ('root ::= "a" !', "line 1, column 14: expected a literal, a character class, a group or the name of a rule"),
+        ('root ::= "a" =', "line 1, column 14: expected a literal, a character class, a group or the name of a rule"),
+        ('root ::= "a" !', "line 1, column 14: expected a token such as <[5]> or <name>"),
+        ("root ::= <none>", "<none> is not one of the tokenizer's added tokens; give its id, as in <[5]>"),
+        ('root ::= !<[1]>* "a"', "where all tokens but some may follow, text may not: it consists of tokens, too"),
+        ("root ::= Token()", "Token must have at least one id"),
+        ('root ::= TokenTagDispatch((5, a), excludes=(5))\na ::= "c"', "TokenTagDispatch lists a token twice"),
         ('root ::= "a" TagDispatch(("b", a))\na ::= "c"', "TagDispatch must be all of the rule 'root'"),
         ('root ::= TagDispatch(("<", a), ("<a", a))\na ::= "c"', "the tag '<a' begins with the tag '<'"),
         ('root ::= TagDispatch(stop="a")', "TagDispatch has the unknown argument 'stop'"),
@@ -157,10 +163,41 @@ def test_the_reason_says_what_is_wrong(matches: Matches, grammar: str, reason: s
     assert str(raised.value) == reason
 
 
+DISPATCH = 'root ::= TokenTagDispatch((5, a), (6, b), excludes=(7,))\na ::= "x" [0-9]* "."\nb ::= "y"'
+
+
+@pytest.mark.parametrize(
+    ("grammar", "accepted", "refused"),
+    [
+        ("root ::= <[5]> [a-z]+", [[5, "ab"]], [["ab"], [6, "ab"], [5], [5, 5]]),
+        ("root ::= <|im_start|> 'a' <file_sep>", [[1, "a", 5]], [["a"], [1, "a"], [1, "<file_sep>"]]),
+        ("root ::= !<|im_start|> 'a'", [[3, "a"], ["b", "a"], ["a", "a"]], [[1, "a"], ["a"]]),
+        ("root ::= !<[1]>{2}", [[7, 3], ["a", "c"]], [[7, 1], [7], [7, 3, "c"]]),
+        ("root ::= [a-z]* <[5]> rest\nrest ::= Token(6, 7) | 'b'", [["ab", 5, 7], [5, "b"]], [[5], [5, 5], ["ab"]]),
+        ("root ::= ExcludeToken(1, 7)* Token(7)", [[7], ["any", 3, "\n", 7]], [[1, 7], ["a"], [7, 7]]),
+        (DISPATCH, [[], ["a", 3], ["a", 5, "x1.", "y", 6, "y"]], [[5], [5, "y"], [7], [6, "x"]]),
+        (DISPATCH.replace("excludes", "loop_after_dispatch=false, excludes"), [["a", 5, "x12."]], [[6, "y", "a"], [7]]),
+        ("root ::= !<[1]>* <[5]>", [[5], [5, 7, 5]], [[1, 5], [5, 7]]),
+    ],
+)
+def test_tokens_are_given_by_id_or_name(
+    tokenizer: GuideTokenizer, grammar: str, accepted: list[list[str | int]], refused: list[list[str | int]]
+) -> None:
+    matcher = compile_guide(Guide("ebnf", grammar.replace("'", '"')), tokenizer)
+    for parts, expected in [*((parts, True) for parts in accepted), *((parts, False) for parts in refused)]:
+        ids = [part if isinstance(part, int) else tokenizer.library.tokenize_str(part) for part in parts]
+        tokens = [token for part in ids for token in (part if isinstance(part, list) else [part])]
+        one = matcher.deep_copy()
+        matches = all(
+            one.compute_bitmask()[token >> 3] >> (token & 7) & 1 and one.consume_token(token) for token in tokens
+        )
+        assert (matches and one.is_accepting()) == expected, parts
+
+
 @pytest.mark.parametrize(("grammar", "num_lexemes"), [(JSON, 3), (XML, 2), ("root ::= a+\na ::= [a-z] ','?", 0)])
 def test_rules_that_end_unambiguously_remain_whole(grammar: str, num_lexemes: int) -> None:
     """If rules were split into single characters, masks would take hundreds of times as long."""
-    lark = to_lark(grammar.replace("'", '"'))
+    lark = to_lark(grammar.replace("'", '"'), {})
     assert sum(line.startswith("R") for line in lark.splitlines()) == (num_lexemes or 1)
 
 

@@ -21,7 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream.grammar.compile import GuideError, GuideTokenizer, compile_guide, load_tokenizer
+from midstream.grammar.json_schema import compile as compile_module
 from midstream.grammar.json_schema import numbers
+from midstream.grammar.json_schema.plain import plain_schema
+from midstream.grammar.json_schema.style import Style
 from midstream.grammar.messages import Guide
 from midstream.model.folder import open_model_folder
 
@@ -520,6 +523,67 @@ def test_every_walk_ends_in_a_value_that_two_validators_accept(
             value = json.loads(text)
             assert jsonschema.Draft202012Validator(schema).is_valid(value), (schema, text)
             assert jsonschema_rs.Draft202012Validator(schema).is_valid(value), (schema, text)
+
+
+_TEXTS = [
+    {"type": "string"}, {"type": "string", "minLength": 1, "maxLength": 3}, {"type": "string", "format": "date"},
+    {"type": "string", "pattern": "^[a-z]{2}-\\d+$"}, {"type": "string", "pattern": "^é[^x]?$"},
+    {"enum": ["a", "a b", ""]},
+    {"type": "integer"}, {"type": "integer", "minimum": 3, "maximum": 1234}, {"type": "boolean"}, {"type": "null"},
+    {"type": ["string", "null"]}, {"const": "<|im_end|>"},
+]  # fmt: skip
+_PLAIN = [
+    *_TEXTS,
+    *({"type": "array", "items": item, "minItems": 1, "maxItems": 3} for item in _TEXTS),
+    {"anyOf": _TEXTS[:4], "title": "A text"},
+    {"$ref": "#/$defs/x", "$defs": {"x": {"type": "array", "items": {"$ref": "#/$defs/y"}}, "y": _TEXTS[1]}},
+    {
+        "type": "object",
+        "properties": {f"p{number}": part for number, part in enumerate(_TEXTS)},
+        "required": ["p1", "p5"],
+        "additionalProperties": False,
+    },
+]
+
+
+@pytest.mark.parametrize("schema", _PLAIN, ids=json.dumps)
+def test_what_the_library_compiles_has_the_masks_of_our_own_rules(
+    tokenizer: GuideTokenizer, compile_schema: Compile, monkeypatch: pytest.MonkeyPatch, schema: object
+) -> None:
+    found = compile_schema(schema)
+    monkeypatch.setattr(compile_module, "plain_schema", lambda *_: None)
+    own = compile_schema(schema)
+    for seed in range(10):
+        one, other, draw = found.deep_copy(), own.deep_copy(), random.Random(seed)
+        for _ in range(40):
+            bits, others = (
+                np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+                for matcher in (one, other)
+            )
+            differing = np.flatnonzero(bits != others)
+            assert all("\x7f" in tokenizer.library.decode_str([int(token)]) for token in differing)
+            allowed = np.flatnonzero(bits & others)
+            if not allowed.size or one.is_stopped():
+                break
+            token = int(draw.choice(allowed))
+            assert one.consume_token(token)
+            assert other.consume_token(token)
+
+
+def test_schemas_that_the_library_compiles_otherwise_are_not_left_to_it() -> None:
+    style = Style.read({})
+    others: list[object] = [
+        {"type": "number"}, {"const": 1}, {"type": "integer", "maximum": 2**53 + 1},
+        {"type": "string", "pattern": "^[^x]$"},
+        {"type": "object"}, {"type": "object", "properties": {"a": True}}, {"type": "array"}, True,
+        {"type": "string", "not": {}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}},
+        {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": True},
+        {"type": "object", "properties": {"a": {"type": "null"}}, "minProperties": 1}, {"enum": ['"']}, {"enum": []},
+        {"type": "array", "items": {"type": "null"}, "uniqueItems": True}, {"type": "string", "pattern": "(?=a)"},
+    ]  # fmt: skip
+    assert [schema for schema in others if plain_schema(schema, style) is not None] == []
+    assert plain_schema({"type": "string", "readonly": True, "minimum": 3}, style) is not None
 
 
 def walk(tokenizer: GuideTokenizer, matcher: llguidance.LLMatcher, draw: random.Random) -> str | None:

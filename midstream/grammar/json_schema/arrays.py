@@ -8,7 +8,7 @@ from midstream.grammar.json_schema.choices import alternatives
 from midstream.grammar.json_schema.conjunction import Conjunction, conjunction, least, list_of, size_of
 from midstream.grammar.json_schema.demands import demands
 from midstream.grammar.json_schema.errors import UnenforceableError
-from midstream.grammar.json_schema.grammar import Many, Name, Sequence
+from midstream.grammar.json_schema.grammar import Many, Name, Sequence, Value
 from midstream.grammar.json_schema.maker import Maker
 from midstream.grammar.json_schema.spelling import spelled, spelled_parts
 
@@ -30,8 +30,8 @@ def array_rules(maker: Maker, whole: Conjunction) -> list[Sequence]:
     opening, closing = maker.style.mark("["), maker.style.mark("]")
     if any(value is True for _, value in whole.having("uniqueItems")) and (high is None or high > 1):
         return [(opening, _unique(maker, fixed, others, low, high), closing)]
-    names = [maker.name_of(item) for item in fixed[: len(fixed) if high is None else high]]
-    return [(opening, _from(maker, names, maker.name_of(others), low, high), closing)]
+    names = [maker.value(item) for item in fixed[: len(fixed) if high is None else high]]
+    return [(opening, _from(maker, names, maker.value(others), low, high), closing)]
 
 
 def _members(maker: Maker, whole: Conjunction) -> tuple[list[list[object]], list[object]]:
@@ -82,7 +82,7 @@ def _least_contained(whole: Conjunction) -> int:
     return number
 
 
-def _from(maker: Maker, names: list[Name], other: Name, low: int, high: int | None) -> Name:
+def _from(maker: Maker, names: list[Value], other: Value, low: int, high: int | None) -> Name:
     """Return the rule of what is between the brackets."""
     between = maker.style.between
     count = len(names)

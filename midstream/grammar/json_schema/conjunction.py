@@ -22,6 +22,7 @@ _MEMBERS = frozenset(
     )
 )  # fmt: skip
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_FOLLOWED = frozenset((*_REFERENCES, "allOf"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +74,8 @@ def conjunction(  # noqa: C901 (one loop over what is to be added)
     Raises:
         SchemaError: A reference leads nowhere, or a schema is neither an object nor a boolean.
     """
+    if len(schemas) == 1 and isinstance(schemas[0], dict) and _FOLLOWED.isdisjoint(schemas[0]):
+        return Conjunction((schemas[0],), settled, parents or {})  # most schemas are such
     found: dict[int, Schema] = {}
     part_of = dict(parents or {})
     # Each schema, with those that lead to it by references and `allOf` alone.

@@ -22,24 +22,38 @@ _T = TypeVar("_T")
 _ROOT = "urn:midstream:schema"
 
 
+def read_json(text: str, position: int = 0) -> tuple[Any, int]:
+    """Return the JSON value that begins at `position`, with exact numbers, and its end. Raises SchemaError if there is
+    none.
+    """
+    try:
+        return _DECODER.raw_decode(text, position)
+    except ValueError as error:
+        raise SchemaError(f"is not JSON: {error}") from None
+
+
+def read_whole(text: str) -> Any:
+    """Return the JSON value that is all of a text, as `read_json` does."""
+    start = len(text) - len(text.lstrip())
+    value, end = read_json(text, start)
+    if text[end:].strip():
+        raise SchemaError(f"is not JSON: text follows it at character {end}")
+    return value
+
+
 class Document:
     """A schema document.
 
     Attributes:
         root: The schema.
-        style: The keyword `x-guidance` of the root.
     """
 
-    def __init__(self, text: str) -> None:
-        """Read a schema from JSON. Raises SchemaError if it is not one."""
-        try:
-            self.root = json.loads(text, parse_float=Decimal, parse_constant=_refuse)
-        except ValueError as error:
-            raise SchemaError(f"is not JSON: {error}") from None
-        if not isinstance(self.root, dict | bool):
+    def __init__(self, root: object) -> None:
+        """`root` is the schema as `read_json` returns it. Raises SchemaError if it is not one."""
+        if not isinstance(root, dict | bool):
             raise SchemaError("must be an object or a boolean")
-        root = self.root if isinstance(self.root, dict) else {}
-        self.style = root.get("x-guidance", {})
+        self.root: Any = root
+        root = root if isinstance(root, dict) else {}
         dialect = str(root.get("$schema", "")).removesuffix("#")
         known = specification_with(dialect, default=DRAFT202012) if dialect else DRAFT202012
         self._validator = validator_for({"$schema": root.get("$schema", "")}, default=Draft202012Validator)
@@ -127,3 +141,6 @@ class Document:
 
 def _refuse(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_float=Decimal, parse_constant=_refuse)

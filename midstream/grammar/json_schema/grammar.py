@@ -36,7 +36,9 @@ class Many:
     most: int | None = None
 
 
-Symbol = Terminal | Name | Many
+# What matches one value.
+Value = Terminal | Name
+Symbol = Value | Many
 Sequence = tuple[Symbol, ...]
 Rules = dict[str, list[Sequence]]
 
@@ -58,40 +60,55 @@ def expression(value: str) -> str:
     return f"/{value.replace('/', chr(92) + '/')}/"
 
 
-def without_dead_ends(rules: Rules, root: str, is_empty: Callable[[Terminal], bool]) -> Rules:  # noqa: C901 (two loops)
+def without_dead_ends(rules: Rules, root: str, is_empty: Callable[[Terminal], bool]) -> Rules:  # noqa: C901 (one loop after another)
     """Return the rules without sequences that no text completes, and without unused rules; none if there is no text.
 
     Args:
         is_empty: Returns whether no text matches a terminal.
     """
-    finite: set[str] = set()
     empty: dict[str, bool] = {}
 
-    def completes(item: Symbol) -> bool:
-        if isinstance(item, Name):
-            return item.name in finite
-        if isinstance(item, Many):
-            return not item.least or all(map(completes, item.items))
-        if item.lark not in empty:
-            empty[item.lark] = is_empty(item)
-        return not empty[item.lark]
+    def needed(items: Sequence) -> set[str] | None:
+        """Return the rules that a sequence needs; None if a terminal of it matches no text."""
+        names = set[str]()
+        for item in items:
+            if isinstance(item, Terminal):
+                lark = item.lark
+                if lark not in empty:
+                    empty[lark] = is_empty(item)
+                if empty[lark]:
+                    return None
+            elif isinstance(item, Name):
+                names.add(item.name)
+            elif item.least:
+                inner = needed(item.items)
+                if inner is None:
+                    return None
+                names |= inner
+        return names
 
+    needs = {name: [needed(sequence) for sequence in sequences] for name, sequences in rules.items()}
     # Each rule is looked at again whenever one that it uses turns out to be finite.
-    users: dict[str, set[str]] = {}
-    for name, sequences in rules.items():
-        for used in _names(item for sequence in sequences for item in sequence):
-            users.setdefault(used, set()).add(name)
+    users: dict[str, list[str]] = {}
+    for name, options in needs.items():
+        for used in {used for option in options if option for used in option}:
+            users.setdefault(used, []).append(name)
+    finite: set[str] = set()
     waiting = list(rules)
     while waiting:
         name = waiting.pop()
-        if name not in finite and any(all(map(completes, sequence)) for sequence in rules[name]):
+        if name not in finite and any(option is not None and option <= finite for option in needs[name]):
             finite.add(name)
             waiting += users.get(name, ())
 
-    def trimmed(item: Symbol) -> Symbol | None:
-        if isinstance(item, Many) and not all(map(completes, item.items)):
-            return None
-        return item
+    def trimmed(sequence: Sequence) -> Sequence:
+        if not any(isinstance(item, Many) for item in sequence):
+            return sequence
+        return tuple(item for item in sequence if not isinstance(item, Many) or completes(item.items))
+
+    def completes(items: Sequence) -> bool:
+        names = needed(items)
+        return names is not None and names <= finite
 
     kept: Rules = {}
     reached = [root] if root in finite else []
@@ -100,9 +117,9 @@ def without_dead_ends(rules: Rules, root: str, is_empty: Callable[[Terminal], bo
         if name in kept:
             continue
         kept[name] = [
-            tuple(found for item in sequence if (found := trimmed(item)) is not None)
-            for sequence in rules[name]
-            if all(map(completes, sequence))
+            trimmed(sequence)
+            for sequence, option in zip(rules[name], needs[name], strict=True)
+            if option is not None and option <= finite
         ]
         reached += _names(item for sequence in kept[name] for item in sequence)
     return kept

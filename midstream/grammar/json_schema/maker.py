@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from typing import Protocol
 
 from midstream.grammar.json_schema.document import Document
-from midstream.grammar.json_schema.grammar import Name, Rules, Sequence
+from midstream.grammar.json_schema.grammar import Name, Rules, Sequence, Value
 from midstream.grammar.json_schema.style import Style
 
 
@@ -23,8 +23,8 @@ class Maker(Protocol):
     style: Style
     rules: Rules
 
-    def name_of(self, schemas: Items[object]) -> Name:
-        """Return the rule of the values that match all of `schemas`; it is made later."""
+    def value(self, schemas: Items[object]) -> Value:
+        """Return the terminal of the values that match all of `schemas`, or their rule, which is made later."""
 
     def add(self, sequences: list[Sequence]) -> Name:
         """Add a rule."""

@@ -13,7 +13,7 @@ from midstream.grammar.json_schema.conjunction import Conjunction, conjunction, 
 from midstream.grammar.json_schema.demands import demands
 from midstream.grammar.json_schema.document import Schema
 from midstream.grammar.json_schema.errors import SchemaError, UnenforceableError
-from midstream.grammar.json_schema.grammar import Many, Name, Sequence, Terminal
+from midstream.grammar.json_schema.grammar import Many, Name, Sequence, Terminal, Value
 from midstream.grammar.json_schema.maker import Maker
 from midstream.grammar.json_schema.negation import RESTRICTING
 from midstream.grammar.json_schema.strings import string_conditions
@@ -28,7 +28,7 @@ class _Property:
     """A property that is named by the schema."""
 
     key: Sequence
-    value: Name
+    value: Value
     is_required: bool
 
 
@@ -37,7 +37,7 @@ class _Others:
     """Properties that are not named, by the conditions that their names meet."""
 
     key: Terminal
-    value: Name
+    value: Value
 
 
 def object_rules(maker: Maker, whole: Conjunction, style: Style) -> list[Sequence]:
@@ -48,12 +48,10 @@ def object_rules(maker: Maker, whole: Conjunction, style: Style) -> list[Sequenc
     for schema in whole.schemas:
         low = max(low, size_of(schema, "minProperties") or 0)
         high = least(high, size_of(schema, "maxProperties"))
-    names = [*members.listed, *(name for name in required if name not in members.listed)]
-    allowed = members.names()
-    if allowed is not None:
-        names += [name for name in allowed if name not in names]
-    properties = [_Property(style.key(name), members.value(name), name in required) for name in names]
-    others = members.others(names) if allowed is None else []
+    needed = frozenset(required)
+    names = list(dict.fromkeys([*members.listed, *required, *(members.names() or ())]))
+    properties = [_Property(style.key(name), members.value(name), name in needed) for name in names]
+    others = members.others(names) if members.names() is None else []
     chain = _Chain(maker, properties, others, low, high)
     return [style.around(chain.start())]
 
@@ -104,12 +102,12 @@ class _Members:
         self._is_closed = is_described and not says and not maker.style.opens_objects
         self._limits = self._name_limits()
 
-    def value(self, name: str) -> Name:
+    def value(self, name: str) -> Value:
         """Return the rule of the values of a property."""
         if not self._is_name(name):
-            return self._maker.name_of([False])
+            return self._maker.value([False])
         found = {pattern for pattern, expression in self._patterns.items() if expression.search(name)}
-        return self._maker.name_of(self._schemas(name, found))
+        return self._maker.value(self._schemas(name, found))
 
     def names(self) -> list[str] | None:
         """Return the only names that are possible; None if there are others."""
@@ -138,7 +136,7 @@ class _Members:
             )
             is_restricted = limits is not None or bool(self._patterns)
             key = self._style.keys(conditions, names, are_restricted=is_restricted)
-            found.append(_Others(key, self._maker.name_of(schemas)))
+            found.append(_Others(key, self._maker.value(schemas)))
         return found
 
     def _schemas(self, name: str | None, matching: set[str]) -> list[object]:

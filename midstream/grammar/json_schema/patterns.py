@@ -10,6 +10,7 @@ import re
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from midstream.grammar.json_schema.errors import SchemaError, UnenforceableError
 
@@ -35,6 +36,7 @@ _PROPERTY = re.compile(r"([pP])\{([A-Za-z_=]+)\}")
 _COUNT = re.compile(r"\{(\d+)(,(\d*))?\}")
 _MAX_COUNT = 100_000
 _MAX_DEPTH = 50
+_MAX_KNOWN = 64  # results that are kept
 # Unicode's names of general categories, which all begin with their short form's first letter.
 _CATEGORY = re.compile(r"(?:General_Category=|gc=)?([CLMNPSZ][a-z]?)")
 _UNSUPPORTED_GROUPS = {"?=": "a lookahead", "?!": "a lookahead", "?<=": "a lookbehind", "?<!": "a lookbehind"}
@@ -72,6 +74,7 @@ class _Repetition:
 _Node = _Set | _Anchor | _Sequence | _Choice | _Repetition
 
 
+@lru_cache(_MAX_KNOWN)
 def string_pattern(pattern: str) -> str:
     """Return the expression of the JSON spellings, without quotes, of all strings in which `pattern` is found.
 
@@ -335,8 +338,10 @@ def _set(node: _Set) -> str:
     single = _only(node)
     if isinstance(single, int):
         return _character(single)
-    options = [f"[[{node.rust}]&&{PLAIN}]"] if node.rust else []
     escapes = [escape for code, escape in _ESCAPES.items() if node.has(code)]
+    if node.rust and not escapes:
+        return f"[{node.rust}]"
+    options = [f"[[{node.rust}]&&{PLAIN}]"] if node.rust else []
     if len(escapes) == len(_ESCAPES):
         return rf'([[{node.rust}]&&{PLAIN}]|\\["\\bfnrt]|\\u00(0[0-7be-f]|1[0-9a-f]))'
     options += escapes

@@ -16,11 +16,12 @@ from midstream.grammar.json_schema.arrays import array_rules
 from midstream.grammar.json_schema.choices import alternatives
 from midstream.grammar.json_schema.conjunction import Conjunction, conjunction, without_keywords
 from midstream.grammar.json_schema.demands import Demands, demands
-from midstream.grammar.json_schema.document import Document
+from midstream.grammar.json_schema.document import Document, Schema
 from midstream.grammar.json_schema.errors import SchemaError, UnenforceableError
-from midstream.grammar.json_schema.grammar import MAX_RULES, Name, Rules, Sequence, Terminal, expression, text
+from midstream.grammar.json_schema.grammar import MAX_RULES, Name, Rules, Sequence, Terminal, Value, expression, text
+from midstream.grammar.json_schema.keywords import KEYWORDS
 from midstream.grammar.json_schema.negation import EXCLUDED
-from midstream.grammar.json_schema.numbers import FRACTION, PLAIN, decimals, integers, spellings
+from midstream.grammar.json_schema.numbers import FRACTION, INTEGER, NUMBER, PLAIN, decimals, integers, spellings
 from midstream.grammar.json_schema.objects import object_rules
 from midstream.grammar.json_schema.spelling import spelled, spelled_parts
 from midstream.grammar.json_schema.strings import string_conditions
@@ -55,6 +56,13 @@ class RuleMaker:
         self.style = style
         self.rules: Rules = {}
         self._names: dict[object, str] = {}
+        self._quick = {
+            "string": Terminal(string_conditions()),
+            "number": Terminal(expression(NUMBER)),
+            "integer": Terminal(expression(INTEGER)),
+            "boolean": Terminal(expression(f"{style.word(True)}|{style.word(False)}")),
+            "null": text(style.word(None)),
+        }
         self._waiting: deque[tuple[str, Conjunction, Style]] = deque()
 
     def make(self, schema: object) -> str:
@@ -71,8 +79,22 @@ class RuleMaker:
                 raise SchemaError("is too large")
         return root
 
-    def name_of(self, schemas: Items[object]) -> Name:
+    def value(self, schemas: Items[object]) -> Value:
+        if len(schemas) == 1 and isinstance(schemas[0], dict) and not self.style.has_quotes:
+            found = self._quick_value(schemas[0])
+            if found is not None:
+                return found
         return self._name(conjunction(self.document, schemas), self.style)
+
+    def _quick_value(self, schema: dict[str, Any]) -> Terminal | None:
+        """Return the terminal of the values of a schema that has only a type, or only lists texts; None of others. Most
+        schemas are such, and this saves most of the work.
+        """
+        keywords = KEYWORDS & schema.keys()
+        if keywords == {"type"}:
+            kind = schema["type"]
+            return self._quick.get(kind) if isinstance(kind, str) else None
+        return _quickly_listed(schema) if keywords in ({"enum"}, {"enum", "type"}) else None
 
     def add(self, sequences: list[Sequence]) -> Name:
         name = f"rule {len(self.rules)} {len(self._names)}"
@@ -205,12 +227,27 @@ def _common_multiple(one: Decimal, other: Decimal) -> Decimal:
 def _listed(values: Items[Any], style: Style) -> Terminal:
     """Return the terminal of listed values, each in one spelling."""
     if set(map(type, values)) <= {str} and _QUICK.fullmatch("".join(values)):
-        # The shorter the expression, the faster the library parses it.
-        start = commonprefix(values)  # noqa: RUF071 (of characters)
-        rest = "|".join(dict.fromkeys([value[len(start) :] for value in values]))
-        return Terminal(expression(f'"{start}({rest})"'))
+        return _quick_terminal(values)
     spellings = dict.fromkeys(spelled(value, style) for value in values)
     return Terminal(expression("(" + "|".join(map(_plain, spellings)) + ")"))
+
+
+def _quickly_listed(schema: Schema) -> Terminal | None:
+    """Return the terminal of the texts that a schema lists, if it says nothing else, and none needs an escape."""
+    values = schema["enum"]
+    if schema.get("type", "string") != "string" or not isinstance(values, list) or not values:
+        return None
+    is_quick = set(map(type, values)) == {str} and _QUICK.fullmatch("".join(values))
+    return _quick_terminal(values) if is_quick else None
+
+
+def _quick_terminal(values: Items[str]) -> Terminal:
+    """Return the terminal of texts that need no escapes."""
+    # The shorter the expression, the faster the library parses it.
+    start = commonprefix(values)  # noqa: RUF071 (of characters)
+    size = len(start)
+    rest = "|".join(dict.fromkeys([value[size:] for value in values]))
+    return Terminal(f'/"{start}({rest})"/')
 
 
 def _plain(spelling: str) -> str:

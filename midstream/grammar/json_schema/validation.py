@@ -13,7 +13,7 @@ from typing import Any
 from jsonschema.exceptions import SchemaError as InvalidSchemaError
 from jsonschema.exceptions import ValidationError
 
-from midstream.grammar.json_schema.document import Document
+from midstream.grammar.json_schema.document import Document, read_whole
 from midstream.grammar.json_schema.errors import SchemaError
 
 _MAX_ERRORS, _MAX_MESSAGE = 5, 300
@@ -42,7 +42,7 @@ def problems(schema: str, text: str) -> list[str]:
 
 @lru_cache(_MAX_DOCUMENTS)
 def _document(schema: str) -> Document:
-    document = Document(schema)
+    document = Document(read_whole(schema))
     document.check()
     return document
 

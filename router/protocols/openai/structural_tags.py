@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 from midstream.errors import InvalidArgumentError, UnsupportedError
 from protos import generation_pb2 as pb
@@ -34,12 +35,14 @@ def structural_grammar(body: Body, tokens: Mapping[str, int]) -> str:
     """
     if body.text("type") not in (None, "structural_tag"):
         raise InvalidArgumentError("must be structural_tag", field=body.path("type"))
-    writer = _Writer(Speller(tokens))
+    writer = _Writer(Speller(tokens), tokens)
     if body.fields.get("structures") is not None:
         tags = [_Tag.of_structure(item) for item in body.objects("structures")]
         term = writer.triggered(body, tags, ())
+    elif (only := _child(body, "format")).text("type") == "grammar":
+        return _whole_grammar(only)
     else:
-        term = writer.term(_child(body, "format"), ())
+        term = writer.term(only, ())
     for path, _ in body.unread():
         raise InvalidArgumentError("is not known", field=path)
     return "\n".join([f"start: {term}", *writer.rules])
@@ -81,13 +84,12 @@ class _Tag:
     is_schema: bool = False
 
     @staticmethod
-    def of(body: Body) -> _Tag:
+    def of(body: Body, tokens: Mapping[str, int]) -> _Tag:
         if body.text("type") not in (None, "tag"):
             raise InvalidArgumentError("must be tag", field=body.path("type"))
-        for name in ("begin", "end"):
-            if isinstance(body.fields.get(name), dict):
-                raise UnsupportedError("must be a text; tokens are not supported", field=body.path(name))
-        return _Tag(_text(body, "begin"), _child(body, "content"), tuple(filter(None, body.texts("end"))))
+        begin = _token_of(body, "begin", tokens) or _text(body, "begin")
+        end = _token_of(body, "end", tokens)
+        return _Tag(begin, _child(body, "content"), (end,) if end else tuple(filter(None, body.texts("end"))))
 
     @staticmethod
     def of_structure(body: Body) -> _Tag:
@@ -105,9 +107,10 @@ class _Writer:
         rules: The rules that the terms need.
     """
 
-    def __init__(self, spell: Speller) -> None:
+    def __init__(self, spell: Speller, tokens: Mapping[str, int]) -> None:
         self.rules: list[str] = []
         self._spell = spell
+        self._tokens = tokens
         self._depth = 0
 
     def term(self, body: Body, ends: tuple[str, ...] | None) -> str:
@@ -124,15 +127,20 @@ class _Writer:
         match kind:
             case "any_text":
                 return self._any_text(body, ends)
+            case "any_tokens":
+                return self._any_tokens(body, ends)
             case "sequence":
-                *first, last = _elements(body)
-                return _joined(*(self.term(element, None) for element in first), self.term(last, ends))
+                return self._sequence(_elements(body), ends)
+            case "dispatch" | "token_dispatch":
+                return self._dispatch(kind, body, ends)
+            case "token_triggered_tags":
+                return self._token_triggered(body, ends)
             case "or":
                 return _either([self.term(element, ends) for element in _elements(body)])
             case "tag":
-                return self._tag(_Tag.of(body), ends)
+                return self._tag(_Tag.of(body, self._tokens), ends)
             case "triggered_tags":
-                return self.triggered(body, [_Tag.of(tag) for tag in body.objects("tags")], ends)
+                return self.triggered(body, [_Tag.of(tag, self._tokens) for tag in body.objects("tags")], ends)
             case "optional":
                 return _either([self.term(_child(body, "content"), ends), self._ending(ends) or '""'])
         return _joined(self._bounded(kind, body), self._ending(ends))
@@ -142,6 +150,8 @@ class _Writer:
         match kind:
             case "const_string":
                 return self._literal(_text(body, "value"))
+            case "token":
+                return self._spell(_marker(body, "token", self._tokens))
             case "json_schema":
                 return _json(body)
             case "regex":
@@ -155,11 +165,29 @@ class _Writer:
                     raise InvalidArgumentError("must be -1, or min or more", field=body.path("max"))
                 return f"({self.term(_child(body, 'content'), None)}){{{low},{'' if high == -1 else high}}}"
             case "tags_with_separator":
-                tags = _either([self._tag(_Tag.of(tag), None) for tag in _tags(body)])
+                tags = _either([self._tag(_Tag.of(tag, self._tokens), None) for tag in _tags(body)])
                 separator = self._spell(_text(body, "separator"))
                 more = "" if body.flag("stop_after_first") else f" ({_joined(separator, tags)})*"
                 return f"({tags}{more}){'' if body.flag('at_least_one') else '?'}"
+            case "grammar":
+                raise UnsupportedError("a grammar must be the whole format", field=body.path("type"))
         raise UnsupportedError(f"{kind[:40]!r} is not supported", field=body.path("type"))
+
+    def _sequence(self, elements: list[Body], ends: tuple[str, ...] | None) -> str:
+        terms = []
+        while elements:
+            element, *elements = elements
+            # Free text ends at a text that it excludes, and that follows it.
+            if elements and elements[0].fields.get("type") == "const_string" and element.has("excludes"):
+                value = elements[0].fields.get("value")
+                if value and isinstance(value, str) and value in element.texts("excludes"):
+                    end = (_text(elements[0], "value"),) if _text(elements[0], "type") else ()
+                    elements = elements[1:]
+                    following = None if elements else ends
+                    terms.append(_joined(self.term(element, end), self._ending(following)))
+                    continue
+            terms.append(self.term(element, None if elements else ends))
+        return _joined(*terms)
 
     def _tag(self, tag: _Tag, ends: tuple[str, ...] | None) -> str:
         return _joined(self._spell(tag.begin), self._content(tag, ends))
@@ -192,22 +220,112 @@ class _Writer:
             mark = self._spell.first_mark(tag.begin)
             trigger = mark if mark.startswith(found[0]) else found[0]
             by_trigger.setdefault(trigger, []).append(tag)
-        text = self._text(body)
+        text, excluded = self._text(body), body.texts("excludes")
         starts, stops = bool(body.flag("at_least_one")), bool(body.flag("stop_after_first"))
         first = _either([self._tag(tag, None) for tag in tags])
         if starts and stops:
             return _joined(first, self._ending(ends))
         rest = [
             _joined(
-                self._until(text, [trigger]),
+                self._trigger(text, trigger, excluded),
                 _either([_joined(self._spell(tag.begin[len(trigger) :]), self._content(tag, None)) for tag in its]),
             )
             for trigger, its in by_trigger.items()
+            if not _contains(trigger, excluded)
         ]
-        free = self._free(body, text, ends)
-        if stops:
-            return _either([_joined(_either(rest), self._ending(ends)), free])
-        return _joined(first if starts else "", f"{_either(rest)}*", free)
+        return self._dispatched(rest, first if starts else "", self._free(body, text, ends), ends, loops=not stops)
+
+    def _dispatched(self, calls: list[str], first: str, free: str, ends: tuple[str, ...] | None, *, loops: bool) -> str:
+        """Return the term of calls that free text may precede, after `first`, and of the free text at the end."""
+        if loops:
+            return _joined(first, f"{_either(calls)}*" if calls else "", free)
+        return _either([*([_joined(_either(calls), self._ending(ends))] if calls else []), free])
+
+    def _dispatch(self, kind: str, body: Body, ends: tuple[str, ...] | None) -> str:
+        """Return the term of free text, or tokens, in which a format follows each of some texts or tokens."""
+        rules = []
+        for index, item in enumerate(body.array("rules")):
+            if not isinstance(item, list) or len(item) != 2 or not isinstance(item[1], dict):
+                raise InvalidArgumentError("must be a pair of a text or token and a format", field=body.path("rules"))
+            rule = Body({"pattern": item[0], "format": item[1]}, f"{body.path('rules')}[{index}].")
+            mark = _marker(rule, "pattern", self._tokens) if kind == "token_dispatch" else _text(rule, "pattern")
+            if not mark:
+                raise InvalidArgumentError("must not be empty", field=rule.path("pattern"))
+            if kind == "token_dispatch" and not _has_end(_child(rule, "format")):
+                raise UnsupportedError(
+                    "must be a const_string, an object or array, or a tag with an end, since any token may follow it",
+                    field=rule.path("format"),
+                )
+            rules.append((mark, self.term(_child(rule, "format"), None)))
+            for path, _ in rule.unread():
+                raise InvalidArgumentError("is not known", field=path)
+        marks = [mark for mark, _ in rules]
+        if any(one.startswith(other) for one, other in permutations(marks, 2)):
+            raise InvalidArgumentError("must not begin with each other", field=body.path("rules"))
+        loops = body.flag("loop") is not False
+        if kind == "token_dispatch":
+            free = self._free_tokens(body, marks, ends)
+            calls = [_joined(self._tokens_but(body, marks, ends), self._spell(mark), term) for mark, term in rules]
+        else:
+            text, excluded = self._text(body), body.texts("excludes")
+            free = self._free(body, text, ends)
+            calls = [
+                _joined(self._trigger(text, mark, excluded), term)
+                for mark, term in rules
+                if not _contains(mark, excluded)
+            ]
+        return self._dispatched(calls, "", free, ends, loops=loops)
+
+    def _token_triggered(self, body: Body, ends: tuple[str, ...] | None) -> str:
+        """Return the term of free tokens in which each trigger is the beginning of a tag."""
+        tags = [_Tag.of(tag, self._tokens) for tag in _tags(body)]
+        triggers = [self._named(body, "trigger_tokens", item) for item in body.array("trigger_tokens")]
+        for tag in tags:
+            if tag.begin not in triggers:
+                raise InvalidArgumentError("must be the beginnings of the tags", field=body.path("trigger_tokens"))
+            if not tag.ends:
+                raise UnsupportedError("must have an end, since any token may follow it", field=body.path("tags"))
+        starts, stops = bool(body.flag("at_least_one")), bool(body.flag("stop_after_first"))
+        first = _either([self._tag(tag, None) for tag in tags])
+        free = self._free_tokens(body, triggers, ends)
+        if starts and stops:
+            return _joined(first, self._ending(ends))
+        before = self._tokens_but(body, triggers, ends)
+        calls = [_joined(before, self._tag(tag, None)) for tag in tags]
+        return self._dispatched(calls, first if starts else "", free, ends, loops=not stops)
+
+    def _any_tokens(self, body: Body, ends: tuple[str, ...] | None) -> str:
+        most = body.integer("max_tokens", 0, _MAX_COUNT)
+        return self._free_tokens(body, (), ends, "*" if most is None else f"{{0,{most}}}")
+
+    def _free_tokens(self, body: Body, marks: Sequence[str], ends: tuple[str, ...] | None, count: str = "*") -> str:
+        """Return the term of free tokens, with the token that ends them."""
+        if ends is None or not all(end in self._tokens for end in ends):
+            raise InvalidArgumentError(
+                "has free tokens, which must come last, or be the content of a tag that ends with a token",
+                field=body.path("type"),
+            )
+        return _joined(self._tokens_but(body, marks, ends, count), self._ending(ends))
+
+    def _tokens_but(self, body: Body, marks: Sequence[str], ends: tuple[str, ...] | None, count: str = "*") -> str:
+        """Return the term of tokens other than some marks, the ends, and those in `exclude_tokens`."""
+        excluded = [self._named(body, "exclude_tokens", item) for item in body.array("exclude_tokens")]
+        ids = sorted({self._tokens[name] for name in (*marks, *(ends or ()), *excluded)})
+        listed = "^" + ",".join(map(str, ids)) if ids else "*"
+        return f"<[{listed}]>{count}"
+
+    def _named(self, body: Body, field: str, value: object) -> str:
+        return _marker(Body({field: value}, body.path(field).removesuffix(field)), field, self._tokens)
+
+    def _trigger(self, text: str, trigger: str, excluded: list[str]) -> str:
+        """Return the term of free text up to a trigger; in both together, there is no excluded text."""
+        if not excluded or self._spell.first_mark(trigger):
+            return self._until(text, [trigger])
+        name = f"trigger{len(self.rules)}"
+        but = f"~/{_ANY}*({'|'.join(map(_quoted, excluded))}){_ANY}*/"
+        self.rules.append(f"{name}[lazy]: {name.upper()}")
+        self.rules.append(f"{name.upper()}: /{_ANY}*{_quoted(trigger)}/ & {but}")
+        return name
 
     def _any_text(self, body: Body, ends: tuple[str, ...] | None) -> str:
         if body.has("max_tokens"):
@@ -246,6 +364,44 @@ class _Writer:
 
     def _literal(self, text: str) -> str:
         return self._spell(text) or '""'
+
+
+def _whole_grammar(body: Body) -> str:
+    """Return the grammar that is all of a format."""
+    if body.choice("syntax", ("ebnf", "lark")) == "lark":
+        raise UnsupportedError("must be ebnf; a request takes Lark as a grammar", field=body.path("syntax"))
+    return _text(body, "grammar")
+
+
+def _token_of(body: Body, name: str, tokens: Mapping[str, int]) -> str:
+    """Return the token with which a tag begins or ends; empty if that is a text."""
+    if not isinstance(body.fields.get(name), dict):
+        return ""
+    token = _child(body, name)
+    if token.text("type") not in (None, "token"):
+        raise InvalidArgumentError("must be token", field=token.path("type"))
+    return _marker(token, "token", tokens)
+
+
+def _marker(body: Body, name: str, tokens: Mapping[str, int]) -> str:
+    """Return the name of an added token that is given by its name or its id."""
+    value = body.get(name)
+    found = value if isinstance(value, str) else next((key for key, number in tokens.items() if number == value), "")
+    if isinstance(value, bool) or found not in tokens:
+        raise UnsupportedError("must be the name or the id of an added token", field=body.path(name))
+    return found
+
+
+def _has_end(body: Body) -> bool:
+    """Return whether nothing that may follow a format could also be a part of it."""
+    kind, schema = body.fields.get("type"), body.fields.get("json_schema")
+    if kind == "json_schema":
+        return isinstance(schema, dict) and schema.get("type") in ("object", "array")
+    return kind == "const_string" or (kind == "tag" and bool(body.fields.get("end")))
+
+
+def _contains(text: str, others: Sequence[str]) -> bool:
+    return any(other in text for other in others)
 
 
 def _json(body: Body, name: str = "json_schema") -> str:

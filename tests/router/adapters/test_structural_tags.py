@@ -161,6 +161,37 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["x", "<think>a</think>x"],
         ["", "<think>a</think>"],
     ),
+    (
+        {"type": "dispatch", "rules": [["ab", const("X")], ["<c>", const("Y")]]},
+        ["", "a b", "zabX<c>Yb"],
+        ["ab", "abY", "<c>X", "aab"],
+    ),
+    ({"type": "dispatch", "rules": [["ab", const("X")]], "loop": False}, ["", "a", "zabX"], ["abXa", "ab", "abXabX"]),
+    (
+        {"type": "tag", "begin": "<a>", "content": {"type": "dispatch", "rules": [["ab", const("X")]]}, "end": "</a>"},
+        ["<a></a>", "<a>xabXy</a>"],
+        ["<a>ab</a>", "<a></a>z"],
+    ),
+    # An excluded text that ends with a trigger, or within it, wins.
+    (
+        {"type": "dispatch", "rules": [["<bar>", const("X")]], "excludes": ["x<bar>", "no"]},
+        ["a<bar>X", "<ba"],
+        ["x<bar>X", "a<bar>Xno"],
+    ),
+    ({"type": "dispatch", "rules": [["<bar>", const("X")]], "excludes": ["ar"]}, ["a<ba"], ["a<bar>X", "bar"]),
+    ({**CALLS, "excludes": ["<function"]}, ["a", "<functio"], [OSLO]),
+    (
+        {
+            "type": "sequence",
+            "elements": [
+                {"type": "dispatch", "rules": [["ab", const("X")]], "excludes": ["#"]},
+                const("#"),
+                const("!"),
+            ],
+        },
+        ["#!", "xabXy#!"],
+        ["x", "#", "##!"],
+    ),
     ({"type": "plus", "content": const("ab")}, ["ab", "abab"], ["", "aba"]),
     ({"type": "star", "content": const("ab")}, ["", "abab"], ["aba"]),
     (
@@ -201,6 +232,63 @@ def test_xgrammar_accepts_the_same(format_: dict[str, Any], good: list[str], bad
     assert [text for text in bad if testing._is_grammar_accept_string(found, text)] == []
 
 
+def token(name: str | int) -> dict[str, object]:
+    return {"type": "token", "token": name}
+
+
+CALL = {"type": "tag", "begin": token("<file_sep>"), "content": {"type": "regex", "pattern": "[a-c]+"}, "end": token(8)}
+
+
+@pytest.mark.parametrize(
+    ("format_", "good", "bad"),
+    [
+        (token(5), [[5]], [[7], ["a"], []]),
+        (CALL, [[5, "ab", 8]], [[5, "ab"], [5, 8], ["ab", 8]]),
+        ({**CALL, "content": {"type": "any_tokens"}}, [[5, 8], [5, "a\n", 7, 8]], [[5, 7], [5, 8, 8]]),
+        ({"type": "any_tokens", "exclude_tokens": [7], "max_tokens": 2}, [[], [5, 5], ["a"]], [[7], [5, 5, 5]]),
+        (
+            {"type": "token_triggered_tags", "trigger_tokens": ["<file_sep>"], "tags": [CALL]},
+            [[], ["any", 7], [7, 5, "ab", 8, "x", 5, "c", 8]],
+            [[5, "d", 8], [5, "ab"], [5, 5]],
+        ),
+        (
+            {
+                "type": "token_triggered_tags",
+                "trigger_tokens": [5],
+                "tags": [CALL],
+                "exclude_tokens": [7],
+                "at_least_one": True,
+                "stop_after_first": True,
+            },
+            [[5, "ab", 8]],
+            [[], ["x"], [5, "ab", 8, 5]],
+        ),
+        (
+            {"type": "token_dispatch", "rules": [[5, const("x")], ["<gh_stars>", CALL]], "exclude_tokens": [1]},
+            [[], ["any", 6], ["a", 5, "x", 7, 5, "b", 8, "a"]],
+            [[5], [5, "y"], [7, 6], [1]],
+        ),
+        ({"type": "token_dispatch", "rules": [[5, const("x")]], "loop": False}, [["a", 5, "x"]], [[5, "x", "a"]]),
+    ],
+)
+def test_tokens_are_given_by_name_or_id(
+    vocabulary: GuideTokenizer, format_: dict[str, Any], good: list[list[str | int]], bad: list[list[str | int]]
+) -> None:
+    matcher = compile_guide(Guide("grammar", grammar({"format": format_}, vocabulary.ids)), vocabulary)
+    for parts, expected in [*((parts, True) for parts in good), *((parts, False) for parts in bad)]:
+        ids = [[part] if isinstance(part, int) else vocabulary.library.tokenize_str(part) for part in parts]
+        one = matcher.deep_copy()
+        matches = all(not one.is_stopped() and one.consume_token(number) for part in ids for number in part)
+        assert (matches and one.is_accepting()) == expected, parts
+
+
+def test_a_grammar_can_be_the_whole_format(vocabulary: GuideTokenizer) -> None:
+    found = grammar({"format": {"type": "grammar", "grammar": 'root ::= "a" [0-9]'}})
+    matcher = compile_guide(Guide("grammar", found), vocabulary)
+    assert accepts(vocabulary, matcher, "a1")
+    assert not accepts(vocabulary, matcher, "a")
+
+
 def test_the_older_shape_is_that_of_triggered_tags() -> None:
     older = {"type": "structural_tag", "structures": STRUCTURES, "triggers": ["<function="]}
     assert grammar(older) == grammar({"type": "structural_tag", "format": CALLS})
@@ -231,10 +319,26 @@ def test_requests_take_structural_tags(fields: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("tag", "field", "error"),
     [
-        ({"format": {"type": "any_tokens"}}, "format.type", UnsupportedError),
-        ({"format": {"type": "grammar", "grammar": 'root ::= "a"'}}, "format.type", UnsupportedError),
+        ({"format": {"type": "exclude_token"}}, "format.type", UnsupportedError),
+        ({"format": {"type": "any_tokens", "exclude_tokens": [70]}}, "format.exclude_tokens", UnsupportedError),
+        (
+            {"format": {"type": "star", "content": {"type": "grammar", "grammar": 'root ::= "a"'}}},
+            "format.content.type",
+            UnsupportedError,
+        ),
+        (
+            {"format": {"type": "grammar", "grammar": 'start: "a"', "syntax": "lark"}},
+            "format.syntax",
+            UnsupportedError,
+        ),
+        ({"format": {"type": "dispatch", "rules": [["a"]]}}, "format.rules", InvalidArgumentError),
+        (
+            {"format": {"type": "dispatch", "rules": [["a", const("b")], ["ab", const("c")]]}},
+            "format.rules",
+            InvalidArgumentError,
+        ),
         ({"format": {"type": "any_text", "max_tokens": 3}}, "format.max_tokens", UnsupportedError),
-        ({"format": {**THINK, "begin": {"type": "token", "token": 3}}}, "format.begin", UnsupportedError),
+        ({"format": {**THINK, "begin": {"type": "token", "token": 3}}}, "format.begin.token", UnsupportedError),
         (
             {"format": {"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}},
             "format.style",

@@ -100,6 +100,27 @@ TEMPLATES = {
         {%- for c in calls %}{{ '<|tool_call_begin|>functions.' + c.name + ':' ~ loop.index0 }}
         {{- '<|tool_call_argument_begin|>' }}{{ c.arguments | tojson }}{{ '<|tool_call_end|>' }}{% endfor %}
         {{- '<|tool_calls_section_end|>' }}""",
+    "kimi_k3": """{{- '<|open|>tools<|sep|>' }}
+        {%- for c in calls %}{{ '<|open|>call tool="' + c.name + '" index="' ~ loop.index ~ '"<|sep|>' }}
+        {%- for k, v in c.arguments | items %}{{ '<|open|>argument key="' + k + '" type="' }}
+        {{- 'string' if v is string else 'object' }}{{ '"<|sep|>' }}{{ v if v is string else v | tojson }}
+        {{- '<|close|>argument<|sep|>' }}{% endfor %}{{ '<|close|>call<|sep|>' }}{% endfor %}
+        {{- '<|close|>tools<|sep|>' }}""",
+    "hy_v3": """{{- '<tool_calls>\\n' }}
+        {%- for c in calls %}{{ '<tool_call>' + c.name + '<tool_sep>\\n' }}
+        {%- for k, v in c.arguments | items %}{{ '<arg_key>' + k + '</arg_key>\\n<arg_value>' }}
+        {{- v if v is string else v | tojson }}{{ '</arg_value>\\n' }}{% endfor %}{{ '</tool_call>\\n' }}{% endfor %}
+        {{- '</tool_calls>' }}""",
+    "minicpm5": """
+        {%- for c in calls %}{{ '<function name="' + c.name + '">' }}
+        {%- for k, v in c.arguments | items %}{{ '<param name="' + k + '"><![CDATA[' }}
+        {{- v if v is string else v | tojson }}{{ ']]></param>' }}{% endfor %}{{ '</function>\\n' }}{% endfor %}""",
+    "minimax_m3": """{%- set m = ']<]minimax[>[' %}{{- m + '<tool_call>\\n' }}
+        {%- for c in calls %}{{ m + '<invoke name="' + c.name + '">' }}
+        {%- for k, v in c.arguments | items %}{{ m + '<' + k + '>' }}
+        {%- if v is string %}{{ v }}{% elif k == 'near' %}
+        {%- for item in v %}{{ m + '<item>' + item + m + '</item>' }}{% endfor %}{% else %}{{ v | tojson }}{% endif %}
+        {{- m + '</' + k + '>' }}{% endfor %}{{ m + '</invoke>\\n' }}{% endfor %}{{ m + '</tool_call>' }}""",
     "minimax_m2": """{{- '\\n<minimax:tool_call>\\n' }}
         {%- for c in calls %}{{ '<invoke name="' + c.name + '">\\n' }}
         {%- for k, v in c.arguments | items %}{{ '<parameter name="' + k + '">' }}
@@ -219,7 +240,10 @@ FOUND = [
     ("function call<|role_sep|>", "deepseek_v3", "gigachat3", "none"),
     ("<function_call> {{ call }}", "gpt_bigcode", "granite-20b-fc", "none"),
     ("<|action_start|><|plugin|>", "internlm2", "internlm", "none"),
-    ("]<]minimax[>[<tool_call><response>", "minimax_m3", "none", "none"),
+    ("]<]minimax[>[<tool_call><response></mm:think>", "minimax_m3_vl", "minimax_m3", "minimax_m3"),
+    ("<|open|>think<|sep|><|close|>", "kimi_k3", "kimi_k3", "kimi_k3"),
+    ("<tool_calls><tool_call>{{ n }}<tool_sep><arg_key></think>", "hy_v3", "hy_v3", "think"),
+    ('<function name="{{ n }}"><param name="{{ k }}"></think>', "minicpm", "minicpm5", "think"),
     ("{% if tools %}use [func_name1(param1=value1)]", "llama4", "pythonic", "none"),
 ]
 

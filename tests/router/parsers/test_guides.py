@@ -82,6 +82,7 @@ GUIDED = {
     "olmo3": ("", "<function_calls>weather(@)\ntime()</function_calls>"),
     "seed_oss": ("", "<seed:tool_call>\n<function=weather>\n@</function>\n</seed:tool_call>"),
     "minimax_m2": ("", '<minimax:tool_call>\n<invoke name="weather">\n@</invoke>\n</minimax:tool_call>'),
+    "hy_v3": ("", "<tool_calls>\n<tool_call>weather<tool_sep>\n@</tool_call>\n</tool_calls>"),
     "functiongemma": ("", "<start_function_call>call:weather{@}<end_function_call>"),
     "gemma4": ("", "<|tool_call>call:weather{@}<tool_call|>"),
 }
@@ -106,6 +107,9 @@ TAGGED = {
     "olmo3": 'city="Oslo", days=3',
     "seed_oss": "<parameter=city>Oslo</parameter>\n<parameter=days>3</parameter>\n",
     "minimax_m2": '<parameter name="city">Oslo</parameter>\n<parameter name="days">3</parameter>\n',
+    "hy_v3": (
+        "<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n"
+    ),
     "functiongemma": "city:<escape>Oslo<escape>,days:3",
     "gemma4": 'city:<|"|>Oslo<|"|>,days:3',
 }

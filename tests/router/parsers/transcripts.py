@@ -129,6 +129,94 @@ GOOD = [
         "",
         [("write-file", {"path": "x", "text": "</tool_call>"})],
     ),
+    # Calls whose ends are left out, and text between calls.
+    Transcript(
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.time:0<|tool_call_argument_begin|>{}<|tool_call_begin|>"
+        'functions.weather:1<|tool_call_argument_begin|>{"days": 3}<|tool_calls_section_end|>Done.',
+        "Done.",
+        [NOW, ("weather", {"days": 3})],
+        ids=("functions.time:0", "functions.weather:1"),
+    ),
+    Transcript(
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="time"></invoke>And then <invoke name="time"></invoke></minimax:tool_call>',
+        "And then ",
+        [NOW, NOW],
+    ),
+    Transcript(
+        "hy_v3",
+        "I look.<tool_calls><tool_call>time<tool_sep></tool_call><tool_call>weather<tool_sep><arg_key>days</arg_key>"
+        "<arg_value>3</arg_value><arg_key>city</arg_key><arg_value></tool_call></arg_value></tool_call></tool_calls>",
+        "I look.",
+        [NOW, ("weather", {"days": 3, "city": "</tool_call>"})],
+    ),
+    # A call without a section.
+    Transcript("hy_v3", "<tool_call>time<tool_sep>\n</tool_call>", "", [NOW]),
+    Transcript(
+        "kimi_k3",
+        '<|open|>response<|sep|>I look.<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="weather" '
+        'index="1"<|sep|><|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|><|open|>argument '
+        'key="a &quot;&amp;quot;" type="string"<|sep|> 7 &amp; <|close|>argument<|sep|><|close|>call<|sep|><|close|>'
+        "tools<|sep|><|close|>message<|sep|>",
+        "I look.",
+        [("weather", {"days": 3, 'a "&quot;': " 7 &amp; "})],
+        reasons_by="kimi_k3",
+    ),
+    Transcript(
+        "kimi_k3",
+        "<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|>Hi<|close|>response<|sep|>",
+        "Hi",
+        reasoning="Hm.",
+        reasons_by="kimi_k3",
+    ),
+    # The prompt has opened the reasoning.
+    Transcript(
+        "kimi_k3",
+        'Hm.<|close|>think<|sep|><|open|>tools<|sep|><|open|>call tool="time" index="1"<|sep|><|close|>call<|sep|>'
+        "<|close|>tools<|sep|>",
+        "",
+        [NOW],
+        "Hm.",
+        "kimi_k3",
+        is_thinking=True,
+    ),
+    # A value that is not the JSON that it should be stays a text.
+    Transcript(
+        "kimi_k3",
+        '<|open|>tools<|sep|><|open|>call tool="weather"<|sep|><|open|>argument key="days" type="number"<|sep|>x'
+        "<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+        "",
+        [("weather", {"days": "x"})],
+    ),
+    Transcript(
+        "minicpm5",
+        '<function name="weather"><param name="city">A &amp; B&lt;</param><param name="days">3</param></function>\n'
+        '<function name="write-file"><param name="text"><![CDATA[  </param> &amp;\n]]></param></function>',
+        "",
+        [("weather", {"city": "A & B<", "days": 3}), ("write-file", {"text": "  </param> &amp;\n"})],
+    ),
+    # Text that is no XML is read as it is, and arguments in one that the tool does not have are these.
+    Transcript(
+        "minicpm5",
+        '<functionname="weather"><paramname="city"> a < b &amp; c </param></function>'
+        '<function name="weather"><param name="properties">{"city": "Oslo"}</param></function>',
+        "",
+        [("weather", {"city": "a < b &amp; c"}), ("weather", {"city": "Oslo"})],
+    ),
+    Transcript(
+        "minimax_m3",
+        "<mm:think>Hm.</mm:think>I look."
+        "]<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name='weather'>]<]minimax[>[<days>3"
+        "]<]minimax[>[</days>]<]minimax[>[<near>]<]minimax[>[<item>a]<]minimax[>[</item>]<]minimax[>[<item>b]<]minimax[>["
+        "</item>]<]minimax[>[</near>]<]minimax[>[</invoke>\n]<]minimax[>[<invoke name=weather>]<]minimax[>[<near>"
+        "]<]minimax[>[</near>]<]minimax[>[<other>]<]minimax[>[<x>1]<]minimax[>[</x>]<]minimax[>[<x>2]<]minimax[>[</x>"
+        "]<]minimax[>[</other>]<]minimax[>[</invoke>]<]minimax[>[</tool_call>",
+        "I look.",
+        [("weather", {"days": 3, "near": ["a", "b"]}), ("weather", {"near": [], "other": {"x": [1, 2]}})],
+        "Hm.",
+        "minimax_m3",
+    ),
     Transcript("hermes", f"<think>\nOslo it is.\n</think>\n\n{_hermes(OSLO)}", "", [OSLO], "Oslo it is.", "think"),
     Transcript("hermes", f"Hm.\n</think>\n\nYes.\n{_hermes(NOW)}", "Yes.", [NOW], "Hm.", "think", is_thinking=True),
     Transcript("hermes", "<think>\n\n</think>\n\nHi", "Hi", reasons_by="think"),
@@ -601,6 +689,15 @@ MALFORMED = [
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.time:0{}<|tool_call_end|>"),
     ("minimax_m2", '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Os'),
     ("minimax_m2", '<minimax:tool_call>\n<invoke name="weather">\nstray</invoke>\n'),
+    ("hy_v3", "<tool_calls>\n<tool_call>rm<tool_sep>\n</tool_call>\n</tool_calls>"),
+    ("hy_v3", "<tool_calls><tool_call>weather<tool_sep><arg_key>city</arg_key><arg_value>Os"),
+    ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="rm"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'),
+    ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="time"<|sep|>stray<|close|>call<|sep|><|close|>tools<|sep|>'),
+    ("minicpm5", '<function name="rm"></function>'),
+    ("minicpm5", '<function name="weather"><param>Oslo</param></function>'),
+    ("minicpm5", '<function name="weather"><param name="city">a</param><param name="city">b</param></function>'),
+    ("minimax_m3", ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="rm">]<]minimax[>[</invoke>'),
+    ("minimax_m3", ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="weather">]<]minimax[>[<city>Os'),
     ("openai", "<|channel|>final The answer is: 4."),
     ("functiongemma", "<start_function_call>call:rm{}<end_function_call>"),
     ("functiongemma", "<start_function_call>call:weather{city:<escape>Os"),
