@@ -42,6 +42,7 @@ from gpu_worker.scheduler_link.link import EpochStarted, SchedulerLink, Stopped,
 from gpu_worker.scheduler_link.messages import ENCODER_FEATURES, FEATURES, PROTOCOL_VERSION
 from gpu_worker.scheduler_link.request_log import RequestLog
 from gpu_worker.step_traces import StepTraces
+from gpu_worker.termination_notices import TerminationNotices
 from gpu_worker.weight_hasher import WeightHasher
 from gpu_worker.weight_updates import WeightsReady, WeightUpdates
 from midstream.config import WorkerConfig
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STALL_S = 30.0
+# Time between leaving and the end of the process. With the time for handing over, it ends within a second.
+_END_S = 0.6
 
 
 class Worker:
@@ -115,8 +118,10 @@ class Worker:
             refusal=_refusal_of_updates(group, images),
         )
         self._link.on_weights = updates.take
+        self._link.leave_blocks = self._leave_blocks
         most = max(MOST, self._runner.num_micro_batches)
         self._in_flight = StepsInFlight(self._runner, self._link.inbox, most)
+        self._notices = TerminationNotices(config, self._link.leave)
         self._http = HttpServer(config.host, config.http_port, metrics, progress.problems)
         self._steps = metrics.counter("worker_steps", "Steps executed.")
         self._tokens = metrics.counter("worker_tokens", "Tokens sampled.")
@@ -133,17 +138,23 @@ class Worker:
         """Serve until SIGTERM, SIGINT or a rejection; return the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._link.leave())
+        signal.set_wakeup_fd(self._link.signal_descriptor, warn_on_full_buffer=False)
+        if self._group is None:
+            self._link.on_left = self._limit_end
         if self._group is not None:
             self._group.monitor.on_drain(self._link.leave)
             self._group.monitor.watch(lambda: self._loop.is_stalled)
         self._http.start()
+        self._notices.start()
         self._link.start()
         logger.info("ready", extra={"http_port": self._http.port})
         if self._hasher is not None:
             self._hasher.start()
         stopped = self._serve()
+        self._notices.close()
         if self._hasher is not None:
             self._hasher.close()
+        signal.set_wakeup_fd(-1)
         self._link.join()
         self._http.stop()
         self._runner.close()
@@ -153,6 +164,24 @@ class Worker:
             self._tracer.close()
         logger.log(logging.ERROR if stopped.exit_code else logging.INFO, "stopped: %s", stopped.reason)
         return stopped.exit_code
+
+    def _leave_blocks(self) -> bool:
+        return self._runner.kv.leave()
+
+    def _limit_end(self) -> None:
+        """End the process soon, whatever it waits for: a long step, a full disk or a collector that does not answer.
+
+        All that others need was handed over. What is left in shared memory is removed by others, as after a death.
+        """
+
+        def end() -> None:
+            logger.warning("stopped: left %.1f s ago, but the last step or the clean-up has not ended", _END_S)
+            logging.shutdown()
+            os._exit(0)
+
+        timer = threading.Timer(_END_S, end)
+        timer.daemon = True
+        timer.start()
 
     def _note_root(self, root: str) -> None:
         """Announce the complete identity of the weights, and use it for transfers of KV blocks from now on.

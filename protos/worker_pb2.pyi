@@ -673,19 +673,25 @@ global___WeightsHashed = WeightsHashed
 
 @typing.final
 class Leave(google.protobuf.message.Message):
+    """The worker has left its epoch, and gets nothing more to run. Steps without a result are computed by other workers."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    LEAVES_BLOCKS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     reason: builtins.str
+    leaves_blocks: builtins.bool
+    """Whether workers with the same kv_store can copy the blocks of this worker from now on."""
     def __init__(
         self,
         *,
         epoch: builtins.int = ...,
         reason: builtins.str = ...,
+        leaves_blocks: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "leaves_blocks", b"leaves_blocks", "reason", b"reason"]) -> None: ...
 
 global___Leave = Leave
 

@@ -178,12 +178,13 @@ class WorkerBeat:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeft:
-    """A worker group deregisters; its requests move to other groups."""
+    """A worker group deregisters; its requests move to other groups, which can adopt its blocks if it leaves them."""
 
     time_ns: int
     connection: bytes
     epoch: int
     reason: str = ""
+    leaves_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,8 +210,12 @@ class Membership:
     def leave(self, event: WorkerLeft) -> None:
         """Remove a group that deregisters; its requests continue on other groups."""
         group = self.groups.get(event.epoch)
-        if group is not None and group.connection == event.connection:
-            self.end_epoch(group, event.reason or "it left", tell=False)
+        if group is None or group.connection != event.connection:
+            return
+        if event.leaves_blocks:
+            for request in group.active:
+                request.lose_worker(group.registration.kv_store, may_fetch=True)
+        self.end_epoch(group, event.reason or "it left", tell=False)
 
     def fail(self, event: WorkerFailed) -> None:
         """End the epoch of a worker that sent an invalid message or did not answer in time."""

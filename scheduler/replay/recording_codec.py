@@ -296,6 +296,7 @@ def _encode_worker_event(
         hashed.epoch, hashed.weights_root, hashed.block_kind = event.epoch, event.weights_root, event.block_kind
     elif isinstance(event, WorkerLeft):
         message.leave.epoch, message.leave.reason = event.epoch, event.reason
+        message.leave.leaves_blocks = event.leaves_blocks
     else:
         message.register.kind.CopyFrom(kind_to_proto(event.kind))
         for name in REGISTRATION_FIELDS:

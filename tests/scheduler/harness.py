@@ -315,10 +315,13 @@ class Harness:
         self.handle(WorkerLost(self.now_ns, group.registration.connection))
         self.turn()
 
-    def leave(self, name: str) -> None:
+    def leave(self, name: str, *, leaves_blocks: bool = False) -> None:
         """Shut a worker down in an orderly way."""
         group = self.groups.pop(name)
-        self.handle(WorkerLeft(self.now_ns, group.registration.connection, group.epoch))
+        if leaves_blocks:
+            group.leave_blocks()
+        link = group.registration.connection
+        self.handle(WorkerLeft(self.now_ns, link, group.epoch, leaves_blocks=leaves_blocks))
 
     def group(self, name: str = "g") -> WorkerGroup:
         """Return the core's object for a group."""

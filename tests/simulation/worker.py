@@ -9,7 +9,6 @@ import functools
 import inspect
 import queue
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -51,12 +50,14 @@ class Host:
         others: The store and the tier of each other kind of workers.
         tier: Slots of stored blocks by hash, the most recently used ones last; None if there are no tiers.
         pools: Sources of fetched blocks.
+        leaving: Processes that have left their blocks to others, and have not ended.
         happened: How often each event occurred.
     """
 
     store: Store | None = None
     tier: dict[int, list[int]] | None = None
     pools: Pools = field(default_factory=dict)
+    leaving: list[Process] = field(default_factory=list)
     happened: Counter[str] = field(default_factory=Counter)
     others: dict[int, Host] = field(default_factory=dict)
 
@@ -198,7 +199,7 @@ class SimulatedLink(SchedulerLink):
         self._dealer = dealer  # type: ignore[assignment]
         while self._turn(dealer, dealer.monitor, Poller(dealer.monitor)):  # type: ignore[arg-type]
             self.has_work.set()
-            await self._changed.wait(max(self._next_send - time.monotonic(), 0.001))
+            await self._changed.wait(max(self._wait_s(), 0.001))
         self.has_work.set()
 
     def _wake(self) -> None:
@@ -274,6 +275,7 @@ class SimulatedWorker:
         kept = self._take_weights(kind)
         self.link = SimulatedLink(network, address, self._register, kept, self._fetcher, self._tiers)
         self.link.on_weights = self._handle_weights
+        self.link.leave_blocks = self._leave_blocks
 
     def _take_weights(self, kind: int) -> KeptBlocks:
         """Start with an empty pool for a model of this kind."""
@@ -292,6 +294,10 @@ class SimulatedWorker:
         self._store = [] if host.store is None else host.store
         self._store.append(pool)
         return KeptBlocks(hashes, None if self._tiers is None else self._tiers.offer)
+
+    def _leave_blocks(self) -> bool:
+        self._host.leaving.append(self.process)
+        return self._host.store is not None
 
     def _handle_weights(self, message: worker_pb2.SchedulerMessage, epoch: int) -> None:
         """Load the weights that a path such as /weights/3 names, as WeightUpdates does."""
@@ -420,4 +426,6 @@ class SimulatedWorker:
             (places,) = np.nonzero(hashes == value)
             if process.is_dead and len(places):
                 return "left", list(slots[places[0]])
+            if process in self._host.leaving and len(places):
+                return "left by a live process", list(slots[places[0]])
         return "stored", None if self._tiers is None else self._tiers.get(value)
