@@ -46,6 +46,7 @@ from gpu_worker.termination_notices import TerminationNotices
 from gpu_worker.weight_hasher import WeightHasher
 from gpu_worker.weight_updates import WeightsReady, WeightUpdates
 from midstream.config import WorkerConfig
+from midstream.errors import ConfigError
 from midstream.grammar.process import is_available
 from midstream.model.folder import ModelFolder
 from midstream.model.weight_tree import stored_root
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STALL_S = 30.0
+_MAX_PRICE = 1e9
 # Time between leaving and the end of the process. With the time for handing over, it ends within a second.
 _END_S = 0.6
 
@@ -73,6 +75,8 @@ class Worker:
         Raises ConfigError if the model folder or a setting is wrong, or UnsupportedError if the model's architecture is
         not supported.
         """
+        if not 0 <= config.price_per_hour <= _MAX_PRICE:
+            raise ConfigError(f"is {config.price_per_hour}; must be from 0 to {_MAX_PRICE:g}", field="price_per_hour")
         credentials = WorkerCredentials.from_config(config)
         self._tracer = Tracer.from_config(config, "worker")
         self._traces = StepTraces(self._tracer) if self._tracer is not None else None
@@ -384,6 +388,7 @@ def _registration(
         block_kind=runner.kv.transfer_kind,
         sink_token_length=config.sink_token_length,
         num_micro_batches=runner.num_micro_batches,
+        price_per_hour=config.price_per_hour,
         max_loras=runner.adapters.device_bytes // usual_adapter_bytes(model.description, model.dtype.itemsize),
     )
 

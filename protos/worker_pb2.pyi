@@ -178,6 +178,7 @@ class Register(google.protobuf.message.Message):
     KV_SOURCE_FIELD_NUMBER: builtins.int
     NUM_MICRO_BATCHES_FIELD_NUMBER: builtins.int
     BLOCK_KIND_FIELD_NUMBER: builtins.int
+    PRICE_PER_HOUR_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     incarnation: builtins.int
     """A random number, chosen when the process starts."""
@@ -230,6 +231,8 @@ class Register(google.protobuf.message.Message):
     Workers fetch blocks only from workers with the same value, which is narrower than the kind. Empty if the worker
     neither offers nor fetches blocks.
     """
+    price_per_hour: builtins.float
+    """The worker's setting price_per_hour; must not be negative."""
     @property
     def kind(self) -> protos.kind_pb2.WorkerKind:
         """The group's kind. Its model_fingerprint must equal the scheduler's."""
@@ -292,9 +295,10 @@ class Register(google.protobuf.message.Message):
         kv_source: builtins.str = ...,
         num_micro_batches: builtins.int = ...,
         block_kind: builtins.str = ...,
+        price_per_hour: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["kind", b"kind"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attention_windows", b"attention_windows", "block_bytes", b"block_bytes", "block_kind", b"block_kind", "device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kind", b"kind", "kv_source", b"kv_source", "kv_store", b"kv_store", "lora_cache_bytes", b"lora_cache_bytes", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "num_blocks", b"num_blocks", "num_micro_batches", b"num_micro_batches", "protocol_version", b"protocol_version", "role", b"role", "sink_token_length", b"sink_token_length", "stored_hashes", b"stored_hashes", "tier_store", b"tier_store", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_windows", b"attention_windows", "block_bytes", b"block_bytes", "block_kind", b"block_kind", "device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kind", b"kind", "kv_source", b"kv_source", "kv_store", b"kv_store", "lora_cache_bytes", b"lora_cache_bytes", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "num_blocks", b"num_blocks", "num_micro_batches", b"num_micro_batches", "price_per_hour", b"price_per_hour", "protocol_version", b"protocol_version", "role", b"role", "sink_token_length", b"sink_token_length", "stored_hashes", b"stored_hashes", "tier_store", b"tier_store", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 global___Register = Register
 

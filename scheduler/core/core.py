@@ -155,6 +155,15 @@ class SchedulerCore:
         self._results.reports_iterations = enabled
 
     @property
+    def first_token_wait_ns(self) -> int:
+        """How long the request that has waited longest for its first token has waited, in nanoseconds; 0 if none
+        waits.
+        """
+        waiting = [*self.queue, *(request for group in self.groups for request in list(group.active))]
+        since_ns = (request.times.queued_ns for request in waiting if not request.times.first_token_ns)
+        return self._clock.now_ns - min(since_ns, default=self._clock.now_ns)
+
+    @property
     def num_active_requests(self) -> int:
         """Number of requests that hold blocks."""
         return sum(len(group.active) for group in self.membership.groups.values())

@@ -104,6 +104,7 @@ class WorkerRegistered:
         kv_source: Where other groups can fetch blocks of its pool; empty if they cannot.
         num_micro_batches: Number of steps, without sequences in common, that the group computes at the same time.
         block_kind: Groups fetch blocks only from groups with the same value.
+        price_per_hour: What the group costs, in any currency.
     """
 
     time_ns: int
@@ -137,6 +138,7 @@ class WorkerRegistered:
     kv_source: str = ""
     num_micro_batches: int = 1
     block_kind: str = ""
+    price_per_hour: float = 0.0
 
     @property
     def attention_window(self) -> int:

@@ -37,6 +37,7 @@ _REGISTRATION_BITS = 20
 # How long loading and changing weights may take at a worker.
 _CHANGE_NS = 600 * 1_000_000_000
 _MAX_NUM_BLOCKS = 1 << 22
+_HOUR_NS = 3_600_000_000_000
 _MAX_LOST = 256
 # Heartbeats usually stop because the worker's machine or network stalls, so the first silence is not blamed on a
 # request.
@@ -67,6 +68,7 @@ class Membership:
         self._standings = Standings()
         self._no_worker_since_ns = 0
         self._weights_changed_ns = -_CHANGE_NS
+        self._cost, self._priced_ns = 0.0, shared.clock.now_ns
         self.on_change: Callable[[], None] = lambda: None
         self.on_loss: Callable[[Kind], None] = lambda _: None
         self.weights: WeightsChanged | None = None
@@ -95,6 +97,7 @@ class Membership:
         standing, stored = self._standings.of(event.group_id), self._note_stored(event)
         group = WorkerGroup(event, epoch, self._config, self._clock, self._clients, standing, stored)
         group.note_outdated(is_outdated=self._is_outdated(group.kind))
+        self._note_cost()
         self.groups[epoch] = group
         self._effects.append(GroupJoined(event.connection, event.group_id, epoch))
         kept = group.prefix_cache.contents(group.tokens_per_block)
@@ -104,6 +107,20 @@ class Membership:
         if group.is_held_off:
             self._timers.at(group.standing.held_until_ns, lambda _: self.on_change())
         self.on_change()
+
+    @property
+    def price_per_hour(self) -> float:
+        """What the registered groups cost per hour, in the currency of their settings."""
+        return sum(group.registration.price_per_hour for group in list(self.groups.values()))
+
+    @property
+    def cost(self) -> float:
+        """What the groups have cost while they were registered, since the core's start."""
+        return self._cost + self.price_per_hour * (self._clock.now_ns - self._priced_ns) / _HOUR_NS
+
+    def _note_cost(self) -> None:
+        """Add the cost up to now; to be called before the groups change."""
+        self._cost, self._priced_ns = self.cost, self._clock.now_ns
 
     def _note_stored(self, event: WorkerRegistered) -> set[int]:
         """Record the blocks in a worker's tiers; return all blocks known to be there."""
@@ -309,6 +326,7 @@ class Membership:
             tell: Notify the worker, in case it is still connected.
             culprit: A request to end instead of queueing it again.
         """
+        self._note_cost()
         del self.groups[group.epoch]
         self.on_loss(group.kind)
         if tell:

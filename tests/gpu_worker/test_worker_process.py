@@ -322,6 +322,7 @@ def test_the_last_worker_that_leaves_removes_its_blocks(tiny_folder: Path, tmp_p
 def test_a_wrong_setting_is_named(tiny_folder: Path, tmp_path: Path) -> None:
     for flags, message in (
         (("--device", "tpu"), "device: 'tpu' is not a device"),
+        (("--price-per-hour", "-1"), "price_per_hour: is -1.0; must be from 0 to 1e+09"),
         (("--model", str(tmp_path)), "lacks config.json"),
     ):
         with worker_process("tcp://127.0.0.1:1", tiny_folder, *flags) as process:

@@ -126,6 +126,7 @@ class Harness:
             kv_source=more.pop("kv_source", ""),
             num_micro_batches=more.pop("num_micro_batches", 1),
             block_kind=more.pop("block_kind", ""),
+            price_per_hour=more.pop("price_per_hour", 0.0),
         )
         assert not more, more
         model = FakeModel(
