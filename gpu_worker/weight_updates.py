@@ -17,6 +17,7 @@ from pathlib import Path
 
 from gpu_worker.kind import worker_kind
 from gpu_worker.models.loader import LoadedModel, load_beside
+from gpu_worker.sleep import Facts, facts_of, refuse_changed
 from midstream.config import WorkerConfig
 from midstream.errors import (
     ExecutionError,
@@ -41,11 +42,13 @@ class PreparedWeights:
 
     Attributes:
         root: Root of the tree over the weights (WorkerKind.weights_root).
+        facts: Of the files, as they were loaded.
     """
 
     folder: ModelFolder
     model: LoadedModel
     root: str
+    facts: Facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,17 +158,15 @@ class WeightUpdates:
         started = time.monotonic()
         folder = open_update(path, self._config, self._folder)
         refuse_other_model(folder, self._folder)
-        files = [folder.path / "config.json", *folder.weight_files]
-        before = [_facts(file) for file in files]
+        facts = facts_of(folder)
         root = hash_weights(folder)
         model = load_beside(self._config, folder)
-        if [_facts(file) for file in files] != before:
-            raise InvalidArgumentError(f"files in {path} have changed while they were read", field="path")
+        refuse_changed(folder, facts)
         found = worker_kind(self._config, folder, model, 1)
         if found.arithmetic != self._arithmetic:
             raise InvalidArgumentError(f"they would be computed differently: {found.description}", field="path")
         logger.info("prepared weights in %.1f s", time.monotonic() - started, extra={"path": path, "root": root})
-        return PreparedWeights(folder, model, root)
+        return PreparedWeights(folder, model, root, facts)
 
 
 def open_update(path: str, config: WorkerConfig, own: ModelFolder) -> ModelFolder:
@@ -192,11 +193,6 @@ def refuse_other_model(folder: ModelFolder, own: ModelFolder) -> None:
     for name in sorted({*folder.config, *own.config} - _COSMETIC):
         if folder.config.get(name) != own.config.get(name):
             raise InvalidArgumentError(f"{name} in config.json differs from that of the served model", field="path")
-
-
-def _facts(file: Path) -> tuple[int, int, int, int]:
-    status = file.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _as_midstream(error: BaseException) -> MidstreamError:

@@ -13,7 +13,6 @@ done in the link's thread.
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import os
 import secrets
@@ -36,11 +35,20 @@ from gpu_worker.kv.kept_blocks import KeptBlocks
 from gpu_worker.lora.sizes import usual_adapter_bytes
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.images import ImageEncoder
-from gpu_worker.models.loader import compute_dtype, use_device
+from gpu_worker.models.loader import LoadedModel, compute_dtype, load_model, use_device
 from gpu_worker.parallel.ranks import ALONE, Ranks
-from gpu_worker.scheduler_link.link import EpochStarted, SchedulerLink, Stopped, WaitingStep
+from gpu_worker.scheduler_link.link import EpochStarted, Pool, SchedulerLink, Stopped, WaitingStep
 from gpu_worker.scheduler_link.messages import ENCODER_FEATURES, FEATURES, PROTOCOL_VERSION
 from gpu_worker.scheduler_link.request_log import RequestLog
+from gpu_worker.sleep import (
+    SleepOrdered,
+    advise,
+    facts_of,
+    files_of,
+    refuse_changed,
+    registration_asleep,
+    return_memory,
+)
 from gpu_worker.step_traces import StepTraces
 from gpu_worker.termination_notices import TerminationNotices
 from gpu_worker.weight_hasher import WeightHasher
@@ -82,6 +90,8 @@ class Worker:
         self._traces = StepTraces(self._tracer) if self._tracer is not None else None
         self._requests = RequestLog()
         self._group = group
+        self._folder, self._facts = folder, facts_of(folder)
+        self._sleep_level = 0
         # Load the encoder first, so that its memory is not counted as free for the KV pool.
         images = _image_encoder(config, folder, ALONE if group is None else group.ranks)
         self._runner = ModelRunner(config, folder, leader=None if group is None else group.leader)
@@ -92,13 +102,15 @@ class Worker:
         registration = _registration(config, folder, self._runner, world_size, has_images=images is not None)
         tensor_size = 1 if group is None else group.ranks.tensor_size
         registration.kind.CopyFrom(_kind(config, folder, self._runner, tensor_size, stored_root(folder)))
-        self._incarnation = registration.incarnation
+        self._registration = registration
+        if not _refusal_of_updates(group, images):
+            registration.features.append("sleep")
         self._hasher = None
         self._weights_lock = threading.Lock()  # between the end of the hashing and a change of the weights
         self._num_changes = 0
         self._stored_root = registration.kind.weights_root
         if config.hash_bytes_per_s > 0:
-            self._hasher = WeightHasher(folder, config.hash_bytes_per_s, self._note_root)
+            self._hasher = WeightHasher(folder, config.hash_bytes_per_s, functools.partial(self._note_root, 0))
         tiers = self._runner.kv.tiers
         self._kv_metrics = self._count_kv()
         self._link = SchedulerLink(
@@ -118,7 +130,7 @@ class Worker:
             folder,
             registration.kind.arithmetic,
             answer=self._link.answer_weights,
-            switch=self._link.switch_weights,
+            switch=self._link.interrupt,
             refusal=_refusal_of_updates(group, images),
         )
         self._link.on_weights = updates.take
@@ -161,7 +173,8 @@ class Worker:
         signal.set_wakeup_fd(-1)
         self._link.join()
         self._http.stop()
-        self._runner.close()
+        if not self._sleep_level:
+            self._runner.close()
         if self._group is not None:
             self._group.stop(stopped.exit_code)
         if self._tracer is not None:
@@ -170,7 +183,7 @@ class Worker:
         return stopped.exit_code
 
     def _leave_blocks(self) -> bool:
-        return self._runner.kv.leave()
+        return not self._sleep_level and self._runner.kv.leave()
 
     def _limit_end(self) -> None:
         """End the process soon, whatever it waits for: a long step, a full disk or a collector that does not answer.
@@ -187,7 +200,7 @@ class Worker:
         timer.daemon = True
         timer.start()
 
-    def _note_root(self, root: str) -> None:
+    def _note_root(self, num_changes: int, root: str) -> None:
         """Announce the complete identity of the weights, and use it for transfers of KV blocks from now on.
 
         If it is not the one under which the worker has registered, a file was damaged since it was hashed, perhaps
@@ -195,8 +208,8 @@ class Worker:
         has the right identity.
         """
         with self._weights_lock:
-            if self._num_changes:
-                return  # these are no longer the worker's weights
+            if self._num_changes != num_changes:
+                return  # these are no longer the worker's weights, or it sleeps
             self._note_own_root(root)
 
     def _note_own_root(self, root: str) -> None:
@@ -218,12 +231,15 @@ class Worker:
                 self._execute(work)
             elif isinstance(work, EpochStarted):
                 self._in_flight.clear()
-                self._runner.clear()
+                if not self._sleep_level:
+                    self._runner.clear()
                 self._requests.clear()
                 if self._traces is not None:
                     self._traces.clear()
             elif isinstance(work, WeightsReady):
                 self._change_weights(work)
+            elif isinstance(work, SleepOrdered):
+                self._set_sleep(work.level)
             else:
                 return work
 
@@ -233,33 +249,77 @@ class Worker:
         A failure on the way ends the process, which starts again with the folder in its settings.
         """
         started = time.perf_counter()
+        self._release("its weights are replaced")
+        self._folder, self._facts = ready.weights.folder, ready.weights.facts
+        self._registration.kind.weights_root = ready.weights.root
+        self._registration.kind.weights_version = ready.version
+        self._take_memory(ready.weights.model)
+        logger.info(
+            "changed the weights in %.2f s",
+            time.perf_counter() - started,
+            extra={"weights_root": ready.weights.root, "version": ready.version},
+        )
+
+    def _set_sleep(self, level: int) -> None:
+        """Give the memory of model and KV pool back, or take it again, and register again.
+
+        If the files have changed meanwhile, or there is no memory, the process ends; it starts again with the folder in
+        its settings.
+        """
+        started = time.perf_counter()
+        if level:
+            self._release("it goes to sleep")
+            advise(files_of(self._folder), level)
+            self._sleep_level = level
+            self._link.resume(registration_asleep(self._registration, level))
+            logger.info("sleeps at level %d after %.2f s", level, time.perf_counter() - started)
+        elif self._sleep_level:
+            self._release("it wakes up")
+            model = load_model(self._config, self._folder)
+            refuse_changed(self._folder, self._facts)
+            self._take_memory(model)
+            logger.info("woke up in %.2f s", time.perf_counter() - started)
+        else:
+            self._link.resume_unchanged()
+
+    def _release(self, reason: str) -> None:
+        """Leave the epoch, and give up the model and its KV pool."""
         while self._in_flight:
             self._deliver()
         self._loop.idle()  # this takes as long as at the start, and is no stall
-        self._link.suspend("its weights are replaced")
+        self._link.suspend(reason)
         with self._weights_lock:
             self._num_changes += 1
             if self._hasher is not None:
                 self._hasher.close()
-        folder = ready.weights.folder
-        self._kv_metrics.drop()
-        self._runner.release()
-        gc.collect()  # the old weights may be part of reference cycles
-        self._runner = ModelRunner(self._config, folder, ready.weights.model)
+        if not self._sleep_level:
+            self._kv_metrics.drop()
+            self._runner.release()
+        return_memory()
+
+    def _take_memory(self, model: LoadedModel) -> None:
+        """Build a runner and its KV pool for a model, and register again."""
+        config, folder, earlier = self._config, self._folder, self._registration
+        self._sleep_level = 0
+        self._runner = ModelRunner(config, folder, model)
         self._in_flight.use_runner(self._runner)
         self._kv_metrics = self._count_kv()
-        registration = _registration(self._config, folder, self._runner, 1, has_images=False)
-        kind = _kind(self._config, folder, self._runner, 1, ready.weights.root)
-        kind.weights_version = ready.version
+        registration = _registration(config, folder, self._runner, 1, has_images=False)
+        registration.features.append("sleep")
+        kind = _kind(config, folder, self._runner, 1, earlier.kind.weights_root)
+        kind.weights_version = earlier.kind.weights_version
         registration.kind.CopyFrom(kind)
-        registration.incarnation = self._incarnation
+        registration.incarnation = earlier.incarnation
+        self._registration = registration
         kv = self._runner.kv
-        self._link.resume(registration, self._runner.adapters, self._new_kept_blocks(), kv.tiers, kv.fetcher)
-        logger.info(
-            "changed the weights in %.2f s",
-            time.perf_counter() - started,
-            extra={"weights_root": kind.weights_root, "version": ready.version},
-        )
+        if kind.weights_root:
+            registration.block_kind = self._runner.note_weights(kind.weights_root)
+        elif config.hash_bytes_per_s > 0:
+            with self._weights_lock:
+                on_root = functools.partial(self._note_root, self._num_changes)
+                self._hasher = WeightHasher(folder, config.hash_bytes_per_s, on_root)
+            self._hasher.start()
+        self._link.resume(registration, Pool(self._runner.adapters, self._new_kept_blocks(), kv.tiers, kv.fetcher))
 
     def _new_kept_blocks(self) -> KeptBlocks:
         tiers = self._runner.kv.tiers

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import zmq
 from google.protobuf.message import DecodeError
 
@@ -40,6 +41,7 @@ from gpu_worker.models.images import ImageEncoder
 from gpu_worker.scheduler_link.connection import LINK_EVENTS, Connector
 from gpu_worker.scheduler_link.images import ImageMessages
 from gpu_worker.scheduler_link.messages import decode_step, encode_result
+from gpu_worker.sleep import SleepOrdered
 from gpu_worker.weight_updates import WeightsReady
 from midstream.security.curve import WorkerCredentials
 from midstream.telemetry import Metrics
@@ -79,7 +81,17 @@ class WaitingStep:
     received_at: float
 
 
-Work = WaitingStep | EpochStarted | WeightsReady | Stopped
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The parts of a worker that belong to its model and KV pool; see SchedulerLink."""
+
+    adapters: AdapterCache[Any]
+    kept: KeptBlocks
+    tiers: KvTiers | None
+    fetcher: BlockFetcher | None
+
+
+Work = WaitingStep | EpochStarted | WeightsReady | SleepOrdered | Stopped
 
 
 class SchedulerLink:
@@ -193,15 +205,15 @@ class SchedulerLink:
         self._prepared.append(answer)
         self._wake()
 
-    def switch_weights(self, ready: WeightsReady) -> None:
-        """Let the compute loop change its weights; until it has, a worker without an epoch does not register again.
-        Any thread.
+    def interrupt(self, change: WeightsReady | SleepOrdered) -> None:
+        """Let the compute loop change its state; until it has, a worker without an epoch does not register again. Any
+        thread.
         """
         self._is_suspended = True
-        self.inbox.put(ready)
+        self.inbox.put(change)
 
     def suspend(self, reason: str) -> None:
-        """Leave, and stay connected without registering until `resume`."""
+        """Leave, and stay connected without registering until `resume`; drop everything that belongs to the pool."""
         with self._lock:
             self._is_suspended = True
             if self.epoch and self._dealer is not None:
@@ -210,25 +222,35 @@ class SchedulerLink:
                 )
                 self._end_epoch(reason)
             self._connector.note_registered()  # the connection is not at fault
+            self._adapters, self._kept = AdapterMessages(None, self._wake), KeptBlocks(np.empty(0, dtype=np.uint64))
+            self._tiers = self._fetcher = None
 
     def resume(
         self,
         register: worker_pb2.Register,
-        adapters: AdapterCache[Any],
-        kept: KeptBlocks,
-        tiers: KvTiers | None,
-        fetcher: BlockFetcher | None,
+        pool: Pool | None = None,
     ) -> None:
-        """Register again, with what has replaced the objects given to the constructor."""
+        """Register again, with what has replaced the objects given to the constructor; without a `pool`, the worker
+        sleeps.
+        """
         with self._lock:
-            self._register, self._adapters = register, AdapterMessages(adapters, self._wake)
-            self._kept, self._tiers, self._fetcher = kept, tiers, fetcher
+            self._register = register
+            if pool is not None:
+                self._adapters = AdapterMessages(pool.adapters, self._wake)
+                self._kept, self._tiers, self._fetcher = pool.kept, pool.tiers, pool.fetcher
             self._unsent_hashes.clear()
             self._has_hashed = self._is_suspended = False
             self._next_send = 0.0
             self._connector.note_lost()
-            if fetcher is not None:
-                fetcher.on_report = self._wake
+            if self._fetcher is not None:
+                self._fetcher.on_report = self._wake
+        self._wake()
+
+    def resume_unchanged(self) -> None:
+        """Register again if there is no epoch; nothing has changed."""
+        with self._lock:
+            self._is_suspended = False
+            self._next_send = min(self._next_send, time.monotonic())
         self._wake()
 
     def announce_weights(self, root: str, block_kind: str) -> None:
@@ -456,11 +478,17 @@ class SchedulerLink:
         elif kind == "fetch_blocks":
             self._fetch(message.fetch_blocks)
         else:
-            if self._images is not None:
-                self._images.take(message, self.epoch)
-            self._adapters.take(message, self.epoch)
-            self.on_weights(message, self.epoch)
+            self._take_other(message)
         return None
+
+    def _take_other(self, message: worker_pb2.SchedulerMessage) -> None:
+        """Handle messages about images, adapters, weights and sleep."""
+        if self._images is not None:
+            self._images.take(message, self.epoch)
+        self._adapters.take(message, self.epoch)
+        self.on_weights(message, self.epoch)
+        if message.HasField("set_sleep") and message.set_sleep.epoch == self.epoch:
+            self.interrupt(SleepOrdered(message.set_sleep.level))
 
     def _fetch(self, message: worker_pb2.FetchBlocks) -> None:
         if message.epoch == self.epoch and self._fetcher is not None:

@@ -222,6 +222,15 @@ class WorkerWrong:
 
 
 @dataclass(frozen=True, slots=True)
+class SleepOrdered:
+    """A group is told to sleep at a level, or to wake up (level 0)."""
+
+    connection: bytes
+    epoch: int
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyFailed:
     """A scheduling policy raised an exception in one of its methods, for the first time with this message."""
 
@@ -246,5 +255,6 @@ Effect = (
     | IterationDone
     | KvChanged
     | WorkerWrong
+    | SleepOrdered
     | PolicyFailed
 )

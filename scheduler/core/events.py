@@ -105,6 +105,7 @@ class WorkerRegistered:
         num_micro_batches: Number of steps, without sequences in common, that the group computes at the same time.
         block_kind: Groups fetch blocks only from groups with the same value.
         price_per_hour: What the group costs, in any currency.
+        sleep_level: The level at which the group sleeps; 0 if it is awake.
     """
 
     time_ns: int
@@ -139,6 +140,7 @@ class WorkerRegistered:
     num_micro_batches: int = 1
     block_kind: str = ""
     price_per_hour: float = 0.0
+    sleep_level: int = 0
 
     @property
     def attention_window(self) -> int:
@@ -270,6 +272,15 @@ class GenerationPaused:
 
 
 @dataclass(frozen=True, slots=True)
+class SleepSet:
+    """An administrator lets all groups sleep at a level, or wakes them (level 0); no step runs while `is_held`."""
+
+    time_ns: int
+    level: int
+    is_held: bool
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationResumed:
     """Steps run again."""
 
@@ -308,6 +319,7 @@ Event = (
     | WeightsChanged
     | GenerationPaused
     | GenerationResumed
+    | SleepSet
     | Turn
     | DrainStarted
 )

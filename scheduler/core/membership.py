@@ -51,6 +51,7 @@ class Membership:
     Attributes:
         groups: Worker groups by epoch.
         on_change: Called when a request might find a group that it did not find before.
+        on_join: Called with each group that has registered.
         on_loss: Called with the kind of a group whose epoch has ended.
         weights: The weights that all groups are to have; None if any of the served model will do, as long as no update
             has named them. A group with other weights gets nothing to run until it has changed them.
@@ -67,9 +68,11 @@ class Membership:
         self._stored: dict[str, set[int]] = {}  # hashes of the blocks in the tiers, by name of their store
         self._standings = Standings()
         self._no_worker_since_ns = 0
-        self._weights_changed_ns = -_CHANGE_NS
+        self._changed_ns = -_CHANGE_NS  # when weights or sleep were last changed
+        self._is_asleep = False
         self._cost, self._priced_ns = 0.0, shared.clock.now_ns
         self.on_change: Callable[[], None] = lambda: None
+        self.on_join: Callable[[WorkerGroup], None] = lambda _: None
         self.on_loss: Callable[[Kind], None] = lambda _: None
         self.weights: WeightsChanged | None = None
 
@@ -106,6 +109,7 @@ class Membership:
         group.standing.last_seen_ns = self._clock.now_ns
         if group.is_held_off:
             self._timers.at(group.standing.held_until_ns, lambda _: self.on_change())
+        self.on_join(group)
         self.on_change()
 
     @property
@@ -172,6 +176,7 @@ class Membership:
         kind = replace(group.kind, weights_root=event.weights_root)
         group.note_weights(kind, event.block_kind)
         group.note_outdated(is_outdated=self._is_outdated(kind))
+        self.on_join(group)
         for request in self._lifecycle.requests.values():
             if request.state is RequestState.FINISHED:
                 continue
@@ -186,7 +191,7 @@ class Membership:
 
         Results that these groups have not delivered yet are dropped, so that all further tokens are of the new weights.
         """
-        self.weights, self._weights_changed_ns = event, self._clock.now_ns
+        self.weights, self._changed_ns = event, self._clock.now_ns
         for request in list(self._lifecycle.requests.values()):
             if request.state is RequestState.FINISHED or request.kind is None or not self._is_outdated(request.kind):
                 continue
@@ -198,6 +203,16 @@ class Membership:
             if self._is_outdated(group.kind):
                 self.end_epoch(group, "its weights are replaced")
         self.on_change()
+
+    def note_sleep(self, *, is_asleep: bool) -> None:
+        """Record that groups are told to sleep or to wake up; `is_asleep` if an administrator lets all sleep."""
+        self._is_asleep, self._changed_ns = is_asleep, self._clock.now_ns
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether groups that are missing are not lost, because they sleep, load, or change their weights."""
+        is_recent = self._clock.now_ns - self._changed_ns < _CHANGE_NS
+        return self._is_asleep or is_recent or any(group.is_changing for group in self.groups.values())
 
     def _is_outdated(self, kind: Kind) -> bool:
         return self.weights is not None and kind.weights_root != self.weights.weights_root
@@ -450,8 +465,10 @@ class Membership:
         if self.has_usable_group:
             return
         patience_ns = self._config.no_worker_timeout_ns
-        # Workers that change their weights are not lost.
-        if now_ns - self._weights_changed_ns < _CHANGE_NS or any(group.is_outdated for group in self.groups.values()):
+        if self._is_asleep:
+            self.watch_lack_of_workers()
+            return
+        if self.is_changing:
             patience_ns += _CHANGE_NS
             self.watch_lack_of_workers()
         for request in list(self._queue):

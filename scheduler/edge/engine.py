@@ -33,6 +33,7 @@ from scheduler.core.effects import (
     RequestEnded,
     RequestForgotten,
     SequenceEnded,
+    SleepOrdered,
     StepPlan,
     WorkerWrong,
 )
@@ -230,8 +231,8 @@ class Engine:
     def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, StepPlan):
             self._dispatcher.send_step(effect)
-        elif isinstance(effect, FetchBlocks):
-            self._dispatcher.send_fetch(effect)
+        elif isinstance(effect, FetchBlocks | SleepOrdered):
+            self._dispatcher.send_order(effect)
         elif isinstance(effect, IterationDone):
             self._iterations.append(effect.stats)
         elif isinstance(effect, GroupJoined):

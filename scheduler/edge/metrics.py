@@ -54,6 +54,7 @@ class SchedulerCollector(Collector):
             ("kv_cache_usage_perc", "Fraction of the KV blocks that is held, 0 to 1.", num_held / max(num_blocks, 1)),
             ("num_worker_groups", "Worker groups that are registered.", len(groups)),
             ("num_worker_groups_held_off", "Worker groups that are held off after faults or deaths.", num_held_off),
+            ("num_worker_groups_asleep", "Worker groups that sleep.", sum(group.is_asleep for group in groups)),
             ("num_requests_waiting_for_kind", "Requests whose kind of workers is lost.", core.kind_waits.num_waiting),
             ("price_per_hour", "Price per hour of the registered worker groups.", core.membership.price_per_hour),
             (

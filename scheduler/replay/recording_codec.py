@@ -21,6 +21,7 @@ from scheduler.core.events import (
     GenerationPaused,
     GenerationResumed,
     Recovered,
+    SleepSet,
     StepDone,
     StopWordFound,
     Submitted,
@@ -145,7 +146,7 @@ def decode_event(record: pb.Record) -> Event:
 
 
 def _encode_administration(
-    event: DrainStarted | WeightsChanged | GenerationPaused | GenerationResumed, record: pb.Record
+    event: DrainStarted | WeightsChanged | GenerationPaused | GenerationResumed | SleepSet, record: pb.Record
 ) -> None:
     if isinstance(event, WeightsChanged):
         record.weights_changed.model_fingerprint = event.model_fingerprint
@@ -154,6 +155,8 @@ def _encode_administration(
         record.generation_paused = event.mode
     elif isinstance(event, GenerationResumed):
         record.generation_resumed = True
+    elif isinstance(event, SleepSet):
+        record.sleep_set.level, record.sleep_set.is_held = event.level, event.is_held
     else:
         record.drain_started = True
 
@@ -168,6 +171,8 @@ def _decode_administration(record: pb.Record) -> Event:
         return GenerationPaused(time_ns, PauseMode(record.generation_paused))
     if kind == "generation_resumed":
         return GenerationResumed(time_ns)
+    if kind == "sleep_set":
+        return SleepSet(time_ns, record.sleep_set.level, record.sleep_set.is_held)
     raise ValueError(f"unknown event kind in a record: {kind or 'none'}")
 
 

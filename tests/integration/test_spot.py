@@ -26,9 +26,9 @@ from tests.integration.test_kinds import Cell, Stream, run
 from tests.ports import free_ports
 
 IS_LONG = bool(os.environ.get("TEST_ALL_DRAINS"))
-NUM_NOTICES = 100 if IS_LONG else 4
+NUM_NOTICES = 60 if IS_LONG else 4
 NUM_STREAMS = 16 if IS_LONG else 6
-NUM_TOKENS = 200 if IS_LONG else 400
+NUM_TOKENS = 100 if IS_LONG else 400
 WORKERS = ("worker-0", "worker-1")
 
 

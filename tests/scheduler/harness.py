@@ -127,6 +127,8 @@ class Harness:
             num_micro_batches=more.pop("num_micro_batches", 1),
             block_kind=more.pop("block_kind", ""),
             price_per_hour=more.pop("price_per_hour", 0.0),
+            sleep_level=more.pop("sleep_level", 0),
+            features=more.pop("features", ()),
         )
         assert not more, more
         model = FakeModel(
@@ -290,7 +292,8 @@ class Harness:
         """Advance until the first held-off group is eligible again; return False if no group is held off or no request
         waits.
         """
-        held = [group.standing.held_until_ns for group in self.core.groups if group.is_held_off]
+        groups = (group for group in self.core.groups if group.is_held_off and not group.is_changing)
+        held = [group.standing.held_until_ns for group in groups]
         if not held or not len(self.core.queue):
             return False
         self.wait_until(min(held))

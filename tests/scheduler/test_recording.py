@@ -23,6 +23,7 @@ from scheduler.core.events import (
     GenerationPaused,
     GenerationResumed,
     Recovered,
+    SleepSet,
     StepDone,
     StopWordFound,
     Submitted,
@@ -96,6 +97,7 @@ EVENTS: list[Event] = [
     WeightsChanged(13, "print", "root"),
     GenerationPaused(14, PauseMode.RECOMPUTE),
     GenerationResumed(15),
+    SleepSet(16, 2, is_held=True),
 ]
 
 
