@@ -367,26 +367,6 @@ class WakeUpResponse(google.protobuf.message.Message):
 global___WakeUpResponse = WakeUpResponse
 
 @typing.final
-class StoredSleep(google.protobuf.message.Message):
-    """The schedulers' record of Sleep and WakeUp."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    LEVEL_FIELD_NUMBER: builtins.int
-    IS_HELD_FIELD_NUMBER: builtins.int
-    level: builtins.int
-    is_held: builtins.bool
-    def __init__(
-        self,
-        *,
-        level: builtins.int = ...,
-        is_held: builtins.bool = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["is_held", b"is_held", "level", b"level"]) -> None: ...
-
-global___StoredSleep = StoredSleep
-
-@typing.final
 class WeightsPart(google.protobuf.message.Message):
     """The version that computed a sequence's tokens from an index on, up to the next entry."""
 

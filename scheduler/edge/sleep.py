@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterable
 
 from midstream.errors import ConflictError, DeadlineError, InvalidArgumentError, UnsupportedError
-from protos import weights_pb2
+from protos import journal_pb2, weights_pb2
 from scheduler.core.events import SleepSet
 from scheduler.core.pause_mode import PauseMode
 from scheduler.core.sleep import FEATURE
@@ -41,7 +41,7 @@ class WorkerSleep:
         """Read what administrators wanted under an earlier scheduler."""
         document = await self._documents.get(self._key)
         if document is not None:
-            self._tell_core(weights_pb2.StoredSleep.FromString(document.data))
+            self._tell_core(journal_pb2.JournalSleep.FromString(document.data))
 
     async def sleep(self, request: weights_pb2.SleepRequest) -> int:
         """Let all workers sleep; return the number of unfinished requests.
@@ -64,7 +64,7 @@ class WorkerSleep:
             raise ConflictError("the weights are being updated; try again after it")
         async with self._weights.paused(_PAUSES[request.mode], "mode"):
             num_requests, names = core.lifecycle.num_unfinished, {group.group_id for group in core.groups}
-            await self._set(weights_pb2.StoredSleep(level=request.level, is_held=True))
+            await self._set(journal_pb2.JournalSleep(level=request.level, is_held=True))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SLEEP_TIMEOUT_S):
                 await self._engine.wait_until(
@@ -85,7 +85,7 @@ class WorkerSleep:
         core = self._engine.core
         names = {group.group_id for group in core.groups}
         is_held = core.sleep.is_held and "kv_cache" not in wanted
-        await self._set(weights_pb2.StoredSleep(level=0, is_held=is_held))
+        await self._set(journal_pb2.JournalSleep(level=0, is_held=is_held))
         try:
             async with asyncio.timeout(_WAKE_TIMEOUT_S):
                 await self._engine.wait_until(lambda: core.sleep.level > 0 or names <= self._names(0))
@@ -99,9 +99,9 @@ class WorkerSleep:
             if group.registration.sleep_level == level and (level or not group.is_asleep)
         }
 
-    async def _set(self, stored: weights_pb2.StoredSleep) -> None:
+    async def _set(self, stored: journal_pb2.JournalSleep) -> None:
         await self._documents.put_surely(self._key, stored.SerializeToString())
         self._tell_core(stored)
 
-    def _tell_core(self, stored: weights_pb2.StoredSleep) -> None:
+    def _tell_core(self, stored: journal_pb2.JournalSleep) -> None:
         self._engine.handle(SleepSet(self._engine.now_ns(), stored.level, stored.is_held))

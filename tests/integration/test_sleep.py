@@ -141,6 +141,6 @@ async def test_a_wrong_level_or_tag_is_named(cell: Cell) -> None:
             (stub.WakeUp, weights_pb2.WakeUpRequest(tags=["kv"]), "tags"),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as failure:
-                await call(request)  # type: ignore[operator]
+                await call(request)  # type: ignore[arg-type]
             assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert field in (failure.value.details() or "")

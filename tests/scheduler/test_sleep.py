@@ -15,7 +15,7 @@ UNLOAD_NS = 10 * S
 PATIENT: Any = {"orphan_grace_ns": 1 << 60}  # requests without a client do not end
 
 
-def started(**settings: int) -> Harness:
+def started(**settings: Any) -> Harness:
     """Return a harness with a group, and a request of which it has computed 2 of 6 tokens."""
     harness = Harness(**PATIENT, **settings)
     harness.add_group("g", **ABLE)
