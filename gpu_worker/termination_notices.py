@@ -22,7 +22,7 @@ from midstream.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.05
+_LOOK_S = 0.02
 _ASK_S = 1.0
 _TIMEOUT_S = 2.0
 _MAX_BYTES, _MAX_TEXT = 1 << 20, 200

@@ -72,7 +72,7 @@ logger = logging.getLogger(__name__)
 _STALL_S = 30.0
 _MAX_PRICE = 1e9
 # Time between leaving and the end of the process. With the time for handing over, it ends within a second.
-_END_S = 0.6
+_END_S = 0.4
 
 
 class Worker:
@@ -172,7 +172,7 @@ class Worker:
             self._hasher.close()
         signal.set_wakeup_fd(-1)
         self._link.join()
-        self._http.stop()
+        # The HTTP port closes with the process: waiting for its thread would only delay the end.
         if not self._sleep_level:
             self._runner.close()
         if self._group is not None:

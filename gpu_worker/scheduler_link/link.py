@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 _REGISTER_INTERVAL_S, _CONNECT_INTERVAL_S = 0.5, 0.05
 # How long a worker that leaves waits for the results of its steps. Others compute what is not finished by then.
-_HAND_OVER_S = 0.05
+_HAND_OVER_S = 0.03
 # Number of hashes of stored blocks in one message: 8 MiB.
 MAX_HASHES_PER_MESSAGE = 1 << 20
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # operations on pyzmq's enum types are slow

@@ -26,7 +26,7 @@ from tests.integration.test_kinds import Cell, Stream, run
 from tests.ports import free_ports
 
 IS_LONG = bool(os.environ.get("TEST_ALL_DRAINS"))
-NUM_NOTICES = 60 if IS_LONG else 4
+NUM_NOTICES = 40 if IS_LONG else 4
 NUM_STREAMS = 16 if IS_LONG else 6
 NUM_TOKENS = 100 if IS_LONG else 400
 WORKERS = ("worker-0", "worker-1")
@@ -139,6 +139,5 @@ async def test_streams_continue_while_machines_are_taken_away(cell: Cell) -> Non
     print(f"handed over after {handed_over[len(times) // 2] * 1e3:.0f} ms (most {handed_over[-1] * 1e3:.0f} ms), ")
     print(f"ended after {ended[len(times) // 2] * 1e3:.0f} ms (most {ended[-1] * 1e3:.0f} ms)")
     if IS_LONG:
-        place = len(times) * 99 // 100 - 1
-        assert handed_over[place] <= 0.1
-        assert ended[place] <= 1
+        assert handed_over[-1] <= 0.1
+        assert ended[-1] <= 1
