@@ -63,6 +63,7 @@ class WeightsReady:
 class _Preparation:
     update: int
     weights: Future[PreparedWeights]
+    is_wanted: bool  # whether the worker is to change to them, whatever becomes of the epoch
 
 
 class WeightUpdates:
@@ -98,7 +99,7 @@ class WeightUpdates:
         """Handle a message; ignore those of other epochs. Called by the link's thread."""
         if message.HasField("prepare_weights") and message.prepare_weights.epoch == epoch:
             prepare = message.prepare_weights
-            found = self._prepare(prepare.update, prepare.path)
+            found = self._prepare(prepare.update, prepare.path, is_wanted=False)
             found.add_done_callback(lambda done: self._report(done, epoch, prepare.update))
         elif message.HasField("switch_weights") and message.switch_weights.epoch == epoch:
             wanted = message.switch_weights
@@ -106,7 +107,9 @@ class WeightUpdates:
                 current = self._current
             is_prepared = current is not None and current.update == wanted.update
             found = (
-                current.weights if current is not None and is_prepared else self._prepare(wanted.update, wanted.path)
+                current.weights
+                if current is not None and is_prepared
+                else self._prepare(wanted.update, wanted.path, is_wanted=True)
             )
             found.add_done_callback(lambda done: self._change(done, wanted))
         elif message.HasField("drop_weights"):
@@ -114,11 +117,17 @@ class WeightUpdates:
                 if self._current is not None and self._current.update == message.drop_weights.update:
                     self._current = None
 
-    def _prepare(self, update: int, path: str) -> Future[PreparedWeights]:
+    def begin_epoch(self) -> None:
+        """Drop weights that were prepared for an earlier epoch: its scheduler has died, or has given the update up."""
+        with self._lock:
+            if self._current is not None and not self._current.is_wanted:
+                self._current = None
+
+    def _prepare(self, update: int, path: str, *, is_wanted: bool) -> Future[PreparedWeights]:
         with self._lock:
             self._current = None  # frees its memory before other weights are loaded
             future = self._thread.submit(self._load, path)
-            self._current = _Preparation(update, future)
+            self._current = _Preparation(update, future, is_wanted)
             return future
 
     def _report(self, done: Future[PreparedWeights], epoch: int, update: int) -> None:

@@ -125,7 +125,7 @@ class Worker:
             self._runner.kv.fetcher,
             images,
         )
-        updates = WeightUpdates(
+        self._updates = WeightUpdates(
             config,
             folder,
             registration.kind.arithmetic,
@@ -133,7 +133,7 @@ class Worker:
             switch=self._link.interrupt,
             refusal=_refusal_of_updates(group, images),
         )
-        self._link.on_weights = updates.take
+        self._link.on_weights = self._updates.take
         self._link.leave_blocks = self._leave_blocks
         most = max(MOST, self._runner.num_micro_batches)
         self._in_flight = StepsInFlight(self._runner, self._link.inbox, most)
@@ -231,6 +231,7 @@ class Worker:
                 self._execute(work)
             elif isinstance(work, EpochStarted):
                 self._in_flight.clear()
+                self._updates.begin_epoch()
                 if not self._sleep_level:
                     self._runner.clear()
                 self._requests.clear()

@@ -425,15 +425,18 @@ class RecordedWeights(google.protobuf.message.Message):
 
     MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
     WEIGHTS_ROOT_FIELD_NUMBER: builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: builtins.int
     model_fingerprint: builtins.str
     weights_root: builtins.str
+    weights_version: builtins.str
     def __init__(
         self,
         *,
         model_fingerprint: builtins.str = ...,
         weights_root: builtins.str = ...,
+        weights_version: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["model_fingerprint", b"model_fingerprint", "weights_root", b"weights_root"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model_fingerprint", b"model_fingerprint", "weights_root", b"weights_root", "weights_version", b"weights_version"]) -> None: ...
 
 global___RecordedWeights = RecordedWeights
 

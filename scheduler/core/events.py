@@ -261,6 +261,7 @@ class WeightsChanged:
     time_ns: int
     model_fingerprint: str
     weights_root: str
+    weights_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,7 @@ class Membership:
         if self._config.verify_ppm:
             # Blocks are not passed on between groups, so that a wrong one cannot make another one wrong.
             event = replace(event, kv_store="", tier_store="", stored_hashes=(), kv_source="")
+        event = replace(event, kind=self._named(event.kind))
         self._standings.of(event.group_id).note_process(event.incarnation)
         self._num_registrations += 1
         epoch = (self._config.scheduler_epoch << _REGISTRATION_BITS) + self._num_registrations
@@ -173,7 +174,7 @@ class Membership:
         group = self.group_of(event)
         if group is None or (event.weights_root, event.block_kind) == (group.kind.weights_root, group.block_kind):
             return
-        kind = replace(group.kind, weights_root=event.weights_root)
+        kind = self._named(replace(group.kind, weights_root=event.weights_root))
         group.note_weights(kind, event.block_kind)
         group.note_outdated(is_outdated=self._is_outdated(kind))
         self.on_join(group)
@@ -202,6 +203,8 @@ class Membership:
         for group in list(self.groups.values()):
             if self._is_outdated(group.kind):
                 self.end_epoch(group, "its weights are replaced")
+            else:
+                group.note_weights(self._named(group.kind), group.block_kind)
         self.on_change()
 
     def note_sleep(self, *, is_asleep: bool) -> None:
@@ -213,6 +216,15 @@ class Membership:
         """Whether groups that are missing are not lost, because they sleep, load, or change their weights."""
         is_recent = self._clock.now_ns - self._changed_ns < _CHANGE_NS
         return self._is_asleep or is_recent or any(group.is_changing for group in self.groups.values())
+
+    def _named(self, kind: Kind) -> Kind:
+        """Return the kind with the name of the version that all groups are to have, if it has these weights. The group
+        may know them by another name, or by none if it was started with them.
+        """
+        weights = self.weights
+        if weights is None or self._is_outdated(kind) or kind.weights_version == weights.weights_version:
+            return kind
+        return replace(kind, weights_version=weights.weights_version)
 
     def _is_outdated(self, kind: Kind) -> bool:
         return self.weights is not None and kind.weights_root != self.weights.weights_root

@@ -226,7 +226,8 @@ class Weights:
 
     def _tell_core(self, version: weights_pb2.WeightsVersion) -> None:
         now_ns = self._engine.now_ns()
-        self._engine.handle(WeightsChanged(now_ns, version.model_fingerprint, version.weights_root))
+        fingerprint, root = version.model_fingerprint, version.weights_root
+        self._engine.handle(WeightsChanged(now_ns, fingerprint, root, version.version))
 
     def _send_switch(self, group: WorkerGroup, version: weights_pb2.WeightsVersion) -> None:
         switch = worker_pb2.SwitchWeights(

@@ -151,6 +151,7 @@ def _encode_administration(
     if isinstance(event, WeightsChanged):
         record.weights_changed.model_fingerprint = event.model_fingerprint
         record.weights_changed.weights_root = event.weights_root
+        record.weights_changed.weights_version = event.weights_version
     elif isinstance(event, GenerationPaused):
         record.generation_paused = event.mode
     elif isinstance(event, GenerationResumed):
@@ -166,7 +167,8 @@ def _decode_administration(record: pb.Record) -> Event:
     if kind == "drain_started":
         return DrainStarted(time_ns)
     if kind == "weights_changed":
-        return WeightsChanged(time_ns, record.weights_changed.model_fingerprint, record.weights_changed.weights_root)
+        changed = record.weights_changed
+        return WeightsChanged(time_ns, changed.model_fingerprint, changed.weights_root, changed.weights_version)
     if kind == "generation_paused":
         return GenerationPaused(time_ns, PauseMode(record.generation_paused))
     if kind == "generation_resumed":

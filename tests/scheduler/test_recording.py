@@ -94,7 +94,7 @@ EVENTS: list[Event] = [
     StepDone(10, b"w", 70, 4, [5, 6], [1, 1], ((0, Failure(3, "bad", "field")),), (), 8, 9, 4, 2),
     Turn(11),
     DrainStarted(12),
-    WeightsChanged(13, "print", "root"),
+    WeightsChanged(13, "print", "root", "step-1"),
     GenerationPaused(14, PauseMode.RECOMPUTE),
     GenerationResumed(15),
     SleepSet(16, 2, is_held=True),
