@@ -17,6 +17,7 @@ from pathlib import Path
 
 from gpu_worker.kind import worker_kind
 from gpu_worker.models.loader import LoadedModel, load_beside
+from gpu_worker.sleep import Facts, facts_of, refuse_changed
 from midstream.config import WorkerConfig
 from midstream.errors import (
     ExecutionError,
@@ -41,11 +42,13 @@ class PreparedWeights:
 
     Attributes:
         root: Root of the tree over the weights (WorkerKind.weights_root).
+        facts: Of the files, as they were loaded.
     """
 
     folder: ModelFolder
     model: LoadedModel
     root: str
+    facts: Facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class WeightsReady:
 class _Preparation:
     update: int
     weights: Future[PreparedWeights]
+    is_wanted: bool  # whether the worker is to change to them, whatever becomes of the epoch
 
 
 class WeightUpdates:
@@ -95,7 +99,7 @@ class WeightUpdates:
         """Handle a message; ignore those of other epochs. Called by the link's thread."""
         if message.HasField("prepare_weights") and message.prepare_weights.epoch == epoch:
             prepare = message.prepare_weights
-            found = self._prepare(prepare.update, prepare.path)
+            found = self._prepare(prepare.update, prepare.path, is_wanted=False)
             found.add_done_callback(lambda done: self._report(done, epoch, prepare.update))
         elif message.HasField("switch_weights") and message.switch_weights.epoch == epoch:
             wanted = message.switch_weights
@@ -103,7 +107,9 @@ class WeightUpdates:
                 current = self._current
             is_prepared = current is not None and current.update == wanted.update
             found = (
-                current.weights if current is not None and is_prepared else self._prepare(wanted.update, wanted.path)
+                current.weights
+                if current is not None and is_prepared
+                else self._prepare(wanted.update, wanted.path, is_wanted=True)
             )
             found.add_done_callback(lambda done: self._change(done, wanted))
         elif message.HasField("drop_weights"):
@@ -111,11 +117,17 @@ class WeightUpdates:
                 if self._current is not None and self._current.update == message.drop_weights.update:
                     self._current = None
 
-    def _prepare(self, update: int, path: str) -> Future[PreparedWeights]:
+    def begin_epoch(self) -> None:
+        """Drop weights that were prepared for an earlier epoch: its scheduler has died, or has given the update up."""
+        with self._lock:
+            if self._current is not None and not self._current.is_wanted:
+                self._current = None
+
+    def _prepare(self, update: int, path: str, *, is_wanted: bool) -> Future[PreparedWeights]:
         with self._lock:
             self._current = None  # frees its memory before other weights are loaded
             future = self._thread.submit(self._load, path)
-            self._current = _Preparation(update, future)
+            self._current = _Preparation(update, future, is_wanted)
             return future
 
     def _report(self, done: Future[PreparedWeights], epoch: int, update: int) -> None:
@@ -155,17 +167,15 @@ class WeightUpdates:
         started = time.monotonic()
         folder = open_update(path, self._config, self._folder)
         refuse_other_model(folder, self._folder)
-        files = [folder.path / "config.json", *folder.weight_files]
-        before = [_facts(file) for file in files]
+        facts = facts_of(folder)
         root = hash_weights(folder)
         model = load_beside(self._config, folder)
-        if [_facts(file) for file in files] != before:
-            raise InvalidArgumentError(f"files in {path} have changed while they were read", field="path")
+        refuse_changed(folder, facts)
         found = worker_kind(self._config, folder, model, 1)
         if found.arithmetic != self._arithmetic:
             raise InvalidArgumentError(f"they would be computed differently: {found.description}", field="path")
         logger.info("prepared weights in %.1f s", time.monotonic() - started, extra={"path": path, "root": root})
-        return PreparedWeights(folder, model, root)
+        return PreparedWeights(folder, model, root, facts)
 
 
 def open_update(path: str, config: WorkerConfig, own: ModelFolder) -> ModelFolder:
@@ -192,11 +202,6 @@ def refuse_other_model(folder: ModelFolder, own: ModelFolder) -> None:
     for name in sorted({*folder.config, *own.config} - _COSMETIC):
         if folder.config.get(name) != own.config.get(name):
             raise InvalidArgumentError(f"{name} in config.json differs from that of the served model", field="path")
-
-
-def _facts(file: Path) -> tuple[int, int, int, int]:
-    status = file.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _as_midstream(error: BaseException) -> MidstreamError:

@@ -13,7 +13,6 @@ done in the link's thread.
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import os
 import secrets
@@ -36,15 +35,26 @@ from gpu_worker.kv.kept_blocks import KeptBlocks
 from gpu_worker.lora.sizes import usual_adapter_bytes
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.models.images import ImageEncoder
-from gpu_worker.models.loader import compute_dtype, use_device
+from gpu_worker.models.loader import LoadedModel, compute_dtype, load_model, use_device
 from gpu_worker.parallel.ranks import ALONE, Ranks
-from gpu_worker.scheduler_link.link import EpochStarted, SchedulerLink, Stopped, WaitingStep
+from gpu_worker.scheduler_link.link import EpochStarted, Pool, SchedulerLink, Stopped, WaitingStep
 from gpu_worker.scheduler_link.messages import ENCODER_FEATURES, FEATURES, PROTOCOL_VERSION
 from gpu_worker.scheduler_link.request_log import RequestLog
+from gpu_worker.sleep import (
+    SleepOrdered,
+    advise,
+    facts_of,
+    files_of,
+    refuse_changed,
+    registration_asleep,
+    return_memory,
+)
 from gpu_worker.step_traces import StepTraces
+from gpu_worker.termination_notices import TerminationNotices
 from gpu_worker.weight_hasher import WeightHasher
 from gpu_worker.weight_updates import WeightsReady, WeightUpdates
 from midstream.config import WorkerConfig
+from midstream.errors import ConfigError
 from midstream.grammar.process import is_available
 from midstream.model.folder import ModelFolder
 from midstream.model.weight_tree import stored_root
@@ -60,6 +70,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STALL_S = 30.0
+_MAX_PRICE = 1e9
+# Time between leaving and the end of the process. With the time for handing over, it ends within a second.
+_END_S = 0.4
 
 
 class Worker:
@@ -70,11 +83,15 @@ class Worker:
         Raises ConfigError if the model folder or a setting is wrong, or UnsupportedError if the model's architecture is
         not supported.
         """
+        if not 0 <= config.price_per_hour <= _MAX_PRICE:
+            raise ConfigError(f"is {config.price_per_hour}; must be from 0 to {_MAX_PRICE:g}", field="price_per_hour")
         credentials = WorkerCredentials.from_config(config)
         self._tracer = Tracer.from_config(config, "worker")
         self._traces = StepTraces(self._tracer) if self._tracer is not None else None
         self._requests = RequestLog()
         self._group = group
+        self._folder, self._facts = folder, facts_of(folder)
+        self._sleep_level = 0
         # Load the encoder first, so that its memory is not counted as free for the KV pool.
         images = _image_encoder(config, folder, ALONE if group is None else group.ranks)
         self._runner = ModelRunner(config, folder, leader=None if group is None else group.leader)
@@ -85,13 +102,15 @@ class Worker:
         registration = _registration(config, folder, self._runner, world_size, has_images=images is not None)
         tensor_size = 1 if group is None else group.ranks.tensor_size
         registration.kind.CopyFrom(_kind(config, folder, self._runner, tensor_size, stored_root(folder)))
-        self._incarnation = registration.incarnation
+        self._registration = registration
+        if not _refusal_of_updates(group, images):
+            registration.features.append("sleep")
         self._hasher = None
         self._weights_lock = threading.Lock()  # between the end of the hashing and a change of the weights
         self._num_changes = 0
         self._stored_root = registration.kind.weights_root
         if config.hash_bytes_per_s > 0:
-            self._hasher = WeightHasher(folder, config.hash_bytes_per_s, self._note_root)
+            self._hasher = WeightHasher(folder, config.hash_bytes_per_s, functools.partial(self._note_root, 0))
         tiers = self._runner.kv.tiers
         self._kv_metrics = self._count_kv()
         self._link = SchedulerLink(
@@ -106,17 +125,19 @@ class Worker:
             self._runner.kv.fetcher,
             images,
         )
-        updates = WeightUpdates(
+        self._updates = WeightUpdates(
             config,
             folder,
             registration.kind.arithmetic,
             answer=self._link.answer_weights,
-            switch=self._link.switch_weights,
+            switch=self._link.interrupt,
             refusal=_refusal_of_updates(group, images),
         )
-        self._link.on_weights = updates.take
+        self._link.on_weights = self._updates.take
+        self._link.leave_blocks = self._leave_blocks
         most = max(MOST, self._runner.num_micro_batches)
         self._in_flight = StepsInFlight(self._runner, self._link.inbox, most)
+        self._notices = TerminationNotices(config, self._link.leave)
         self._http = HttpServer(config.host, config.http_port, metrics, progress.problems)
         self._steps = metrics.counter("worker_steps", "Steps executed.")
         self._tokens = metrics.counter("worker_tokens", "Tokens sampled.")
@@ -133,20 +154,27 @@ class Worker:
         """Serve until SIGTERM, SIGINT or a rejection; return the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._link.leave())
+        signal.set_wakeup_fd(self._link.signal_descriptor, warn_on_full_buffer=False)
+        if self._group is None:
+            self._link.on_left = self._limit_end
         if self._group is not None:
             self._group.monitor.on_drain(self._link.leave)
             self._group.monitor.watch(lambda: self._loop.is_stalled)
         self._http.start()
+        self._notices.start()
         self._link.start()
         logger.info("ready", extra={"http_port": self._http.port})
         if self._hasher is not None:
             self._hasher.start()
         stopped = self._serve()
+        self._notices.close()
         if self._hasher is not None:
             self._hasher.close()
+        signal.set_wakeup_fd(-1)
         self._link.join()
-        self._http.stop()
-        self._runner.close()
+        # The HTTP port closes with the process: waiting for its thread would only delay the end.
+        if not self._sleep_level:
+            self._runner.close()
         if self._group is not None:
             self._group.stop(stopped.exit_code)
         if self._tracer is not None:
@@ -154,7 +182,25 @@ class Worker:
         logger.log(logging.ERROR if stopped.exit_code else logging.INFO, "stopped: %s", stopped.reason)
         return stopped.exit_code
 
-    def _note_root(self, root: str) -> None:
+    def _leave_blocks(self) -> bool:
+        return not self._sleep_level and self._runner.kv.leave()
+
+    def _limit_end(self) -> None:
+        """End the process soon, whatever it waits for: a long step, a full disk or a collector that does not answer.
+
+        All that others need was handed over. What is left in shared memory is removed by others, as after a death.
+        """
+
+        def end() -> None:
+            logger.warning("stopped: left %.1f s ago, but the last step or the clean-up has not ended", _END_S)
+            logging.shutdown()
+            os._exit(0)
+
+        timer = threading.Timer(_END_S, end)
+        timer.daemon = True
+        timer.start()
+
+    def _note_root(self, num_changes: int, root: str) -> None:
         """Announce the complete identity of the weights, and use it for transfers of KV blocks from now on.
 
         If it is not the one under which the worker has registered, a file was damaged since it was hashed, perhaps
@@ -162,8 +208,8 @@ class Worker:
         has the right identity.
         """
         with self._weights_lock:
-            if self._num_changes:
-                return  # these are no longer the worker's weights
+            if self._num_changes != num_changes:
+                return  # these are no longer the worker's weights, or it sleeps
             self._note_own_root(root)
 
     def _note_own_root(self, root: str) -> None:
@@ -185,12 +231,16 @@ class Worker:
                 self._execute(work)
             elif isinstance(work, EpochStarted):
                 self._in_flight.clear()
-                self._runner.clear()
+                self._updates.begin_epoch()
+                if not self._sleep_level:
+                    self._runner.clear()
                 self._requests.clear()
                 if self._traces is not None:
                     self._traces.clear()
             elif isinstance(work, WeightsReady):
                 self._change_weights(work)
+            elif isinstance(work, SleepOrdered):
+                self._set_sleep(work.level)
             else:
                 return work
 
@@ -200,33 +250,77 @@ class Worker:
         A failure on the way ends the process, which starts again with the folder in its settings.
         """
         started = time.perf_counter()
+        self._release("its weights are replaced")
+        self._folder, self._facts = ready.weights.folder, ready.weights.facts
+        self._registration.kind.weights_root = ready.weights.root
+        self._registration.kind.weights_version = ready.version
+        self._take_memory(ready.weights.model)
+        logger.info(
+            "changed the weights in %.2f s",
+            time.perf_counter() - started,
+            extra={"weights_root": ready.weights.root, "version": ready.version},
+        )
+
+    def _set_sleep(self, level: int) -> None:
+        """Give the memory of model and KV pool back, or take it again, and register again.
+
+        If the files have changed meanwhile, or there is no memory, the process ends; it starts again with the folder in
+        its settings.
+        """
+        started = time.perf_counter()
+        if level:
+            self._release("it goes to sleep")
+            advise(files_of(self._folder), level)
+            self._sleep_level = level
+            self._link.resume(registration_asleep(self._registration, level))
+            logger.info("sleeps at level %d after %.2f s", level, time.perf_counter() - started)
+        elif self._sleep_level:
+            self._release("it wakes up")
+            model = load_model(self._config, self._folder)
+            refuse_changed(self._folder, self._facts)
+            self._take_memory(model)
+            logger.info("woke up in %.2f s", time.perf_counter() - started)
+        else:
+            self._link.resume_unchanged()
+
+    def _release(self, reason: str) -> None:
+        """Leave the epoch, and give up the model and its KV pool."""
         while self._in_flight:
             self._deliver()
         self._loop.idle()  # this takes as long as at the start, and is no stall
-        self._link.suspend("its weights are replaced")
+        self._link.suspend(reason)
         with self._weights_lock:
             self._num_changes += 1
             if self._hasher is not None:
                 self._hasher.close()
-        folder = ready.weights.folder
-        self._kv_metrics.drop()
-        self._runner.release()
-        gc.collect()  # the old weights may be part of reference cycles
-        self._runner = ModelRunner(self._config, folder, ready.weights.model)
+        if not self._sleep_level:
+            self._kv_metrics.drop()
+            self._runner.release()
+        return_memory()
+
+    def _take_memory(self, model: LoadedModel) -> None:
+        """Build a runner and its KV pool for a model, and register again."""
+        config, folder, earlier = self._config, self._folder, self._registration
+        self._sleep_level = 0
+        self._runner = ModelRunner(config, folder, model)
         self._in_flight.use_runner(self._runner)
         self._kv_metrics = self._count_kv()
-        registration = _registration(self._config, folder, self._runner, 1, has_images=False)
-        kind = _kind(self._config, folder, self._runner, 1, ready.weights.root)
-        kind.weights_version = ready.version
+        registration = _registration(config, folder, self._runner, 1, has_images=False)
+        registration.features.append("sleep")
+        kind = _kind(config, folder, self._runner, 1, earlier.kind.weights_root)
+        kind.weights_version = earlier.kind.weights_version
         registration.kind.CopyFrom(kind)
-        registration.incarnation = self._incarnation
+        registration.incarnation = earlier.incarnation
+        self._registration = registration
         kv = self._runner.kv
-        self._link.resume(registration, self._runner.adapters, self._new_kept_blocks(), kv.tiers, kv.fetcher)
-        logger.info(
-            "changed the weights in %.2f s",
-            time.perf_counter() - started,
-            extra={"weights_root": kind.weights_root, "version": ready.version},
-        )
+        if kind.weights_root:
+            registration.block_kind = self._runner.note_weights(kind.weights_root)
+        elif config.hash_bytes_per_s > 0:
+            with self._weights_lock:
+                on_root = functools.partial(self._note_root, self._num_changes)
+                self._hasher = WeightHasher(folder, config.hash_bytes_per_s, on_root)
+            self._hasher.start()
+        self._link.resume(registration, Pool(self._runner.adapters, self._new_kept_blocks(), kv.tiers, kv.fetcher))
 
     def _new_kept_blocks(self) -> KeptBlocks:
         tiers = self._runner.kv.tiers
@@ -355,6 +449,7 @@ def _registration(
         block_kind=runner.kv.transfer_kind,
         sink_token_length=config.sink_token_length,
         num_micro_batches=runner.num_micro_batches,
+        price_per_hour=config.price_per_hour,
         max_loras=runner.adapters.device_bytes // usual_adapter_bytes(model.description, model.dtype.itemsize),
     )
 

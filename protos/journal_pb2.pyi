@@ -553,3 +553,24 @@ class JournalAdapterRow(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["name", b"name", "record", b"record"]) -> None: ...
 
 global___JournalAdapterRow = JournalAdapterRow
+
+@typing.final
+class JournalSleep(google.protobuf.message.Message):
+    """The document that records Sleep and WakeUp."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: builtins.int
+    IS_HELD_FIELD_NUMBER: builtins.int
+    level: builtins.int
+    is_held: builtins.bool
+    """Whether no step runs, also once the workers are awake."""
+    def __init__(
+        self,
+        *,
+        level: builtins.int = ...,
+        is_held: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["is_held", b"is_held", "level", b"level"]) -> None: ...
+
+global___JournalSleep = JournalSleep

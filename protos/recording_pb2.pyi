@@ -38,6 +38,7 @@ class Record(google.protobuf.message.Message):
     WEIGHTS_CHANGED_FIELD_NUMBER: builtins.int
     GENERATION_PAUSED_FIELD_NUMBER: builtins.int
     GENERATION_RESUMED_FIELD_NUMBER: builtins.int
+    SLEEP_SET_FIELD_NUMBER: builtins.int
     PLANS_FIELD_NUMBER: builtins.int
     ENDS_FIELD_NUMBER: builtins.int
     time_ns: builtins.int
@@ -68,6 +69,8 @@ class Record(google.protobuf.message.Message):
     @property
     def weights_changed(self) -> global___RecordedWeights: ...
     @property
+    def sleep_set(self) -> global___RecordedSleep: ...
+    @property
     def plans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RecordedPlan]:
         """Effects of the event, in order."""
 
@@ -92,12 +95,13 @@ class Record(google.protobuf.message.Message):
         weights_changed: global___RecordedWeights | None = ...,
         generation_paused: builtins.str = ...,
         generation_resumed: builtins.bool = ...,
+        sleep_set: global___RecordedSleep | None = ...,
         plans: collections.abc.Iterable[global___RecordedPlan] | None = ...,
         ends: collections.abc.Iterable[global___RecordedEnd] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort_requested", b"abort_requested", "attached", b"attached", "detached", b"detached", "drain_started", b"drain_started", "event", b"event", "generation_paused", b"generation_paused", "generation_resumed", b"generation_resumed", "recovered", b"recovered", "started", b"started", "stop_word_found", b"stop_word_found", "submitted", b"submitted", "turn", b"turn", "weights_changed", b"weights_changed", "worker_failed", b"worker_failed", "worker_lost", b"worker_lost", "worker_message", b"worker_message"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort_requested", b"abort_requested", "attached", b"attached", "detached", b"detached", "drain_started", b"drain_started", "ends", b"ends", "event", b"event", "generation_paused", b"generation_paused", "generation_resumed", b"generation_resumed", "plans", b"plans", "recovered", b"recovered", "started", b"started", "stop_word_found", b"stop_word_found", "submitted", b"submitted", "time_ns", b"time_ns", "turn", b"turn", "weights_changed", b"weights_changed", "worker_failed", b"worker_failed", "worker_lost", b"worker_lost", "worker_message", b"worker_message"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["started", "submitted", "recovered", "abort_requested", "attached", "detached", "stop_word_found", "worker_message", "turn", "drain_started", "worker_lost", "worker_failed", "weights_changed", "generation_paused", "generation_resumed"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort_requested", b"abort_requested", "attached", b"attached", "detached", b"detached", "drain_started", b"drain_started", "event", b"event", "generation_paused", b"generation_paused", "generation_resumed", b"generation_resumed", "recovered", b"recovered", "sleep_set", b"sleep_set", "started", b"started", "stop_word_found", b"stop_word_found", "submitted", b"submitted", "turn", b"turn", "weights_changed", b"weights_changed", "worker_failed", b"worker_failed", "worker_lost", b"worker_lost", "worker_message", b"worker_message"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort_requested", b"abort_requested", "attached", b"attached", "detached", b"detached", "drain_started", b"drain_started", "ends", b"ends", "event", b"event", "generation_paused", b"generation_paused", "generation_resumed", b"generation_resumed", "plans", b"plans", "recovered", b"recovered", "sleep_set", b"sleep_set", "started", b"started", "stop_word_found", b"stop_word_found", "submitted", b"submitted", "time_ns", b"time_ns", "turn", b"turn", "weights_changed", b"weights_changed", "worker_failed", b"worker_failed", "worker_lost", b"worker_lost", "worker_message", b"worker_message"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["started", "submitted", "recovered", "abort_requested", "attached", "detached", "stop_word_found", "worker_message", "turn", "drain_started", "worker_lost", "worker_failed", "weights_changed", "generation_paused", "generation_resumed", "sleep_set"] | None: ...
 
 global___Record = Record
 
@@ -158,6 +162,7 @@ class RecordedCoreConfig(google.protobuf.message.Message):
     SINK_TOKEN_LENGTH_FIELD_NUMBER: builtins.int
     LOST_KIND_FIELD_NUMBER: builtins.int
     VERIFY_PPM_FIELD_NUMBER: builtins.int
+    UNLOAD_AFTER_NS_FIELD_NUMBER: builtins.int
     scheduler_epoch: builtins.int
     vocab_size: builtins.int
     max_sequence_length: builtins.int
@@ -183,6 +188,7 @@ class RecordedCoreConfig(google.protobuf.message.Message):
     sink_token_length: builtins.int
     lost_kind: builtins.str
     verify_ppm: builtins.int
+    unload_after_ns: builtins.int
     def __init__(
         self,
         *,
@@ -211,8 +217,9 @@ class RecordedCoreConfig(google.protobuf.message.Message):
         sink_token_length: builtins.int = ...,
         lost_kind: builtins.str = ...,
         verify_ppm: builtins.int = ...,
+        unload_after_ns: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["enable_block_reuse", b"enable_block_reuse", "enable_chunked_context", b"enable_chunked_context", "finished_ttl_ns", b"finished_ttl_ns", "lost_kind", b"lost_kind", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_context_chunk", b"max_context_chunk", "max_finished_tokens", b"max_finished_tokens", "max_num_finished", b"max_num_finished", "max_num_tokens", b"max_num_tokens", "max_queue_size", b"max_queue_size", "max_sequence_length", b"max_sequence_length", "max_tensor_bytes", b"max_tensor_bytes", "max_worker_deaths", b"max_worker_deaths", "model_fingerprint", b"model_fingerprint", "no_worker_timeout_ns", b"no_worker_timeout_ns", "orphan_grace_ns", b"orphan_grace_ns", "pipeline_depth", b"pipeline_depth", "progress_timeout_ns", b"progress_timeout_ns", "scheduler_epoch", b"scheduler_epoch", "sink_token_length", b"sink_token_length", "tokens_per_block", b"tokens_per_block", "verify_ppm", b"verify_ppm", "vocab_size", b"vocab_size", "worker_timeout_ns", b"worker_timeout_ns"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["enable_block_reuse", b"enable_block_reuse", "enable_chunked_context", b"enable_chunked_context", "finished_ttl_ns", b"finished_ttl_ns", "lost_kind", b"lost_kind", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_context_chunk", b"max_context_chunk", "max_finished_tokens", b"max_finished_tokens", "max_num_finished", b"max_num_finished", "max_num_tokens", b"max_num_tokens", "max_queue_size", b"max_queue_size", "max_sequence_length", b"max_sequence_length", "max_tensor_bytes", b"max_tensor_bytes", "max_worker_deaths", b"max_worker_deaths", "model_fingerprint", b"model_fingerprint", "no_worker_timeout_ns", b"no_worker_timeout_ns", "orphan_grace_ns", b"orphan_grace_ns", "pipeline_depth", b"pipeline_depth", "progress_timeout_ns", b"progress_timeout_ns", "scheduler_epoch", b"scheduler_epoch", "sink_token_length", b"sink_token_length", "tokens_per_block", b"tokens_per_block", "unload_after_ns", b"unload_after_ns", "verify_ppm", b"verify_ppm", "vocab_size", b"vocab_size", "worker_timeout_ns", b"worker_timeout_ns"]) -> None: ...
 
 global___RecordedCoreConfig = RecordedCoreConfig
 
@@ -418,15 +425,18 @@ class RecordedWeights(google.protobuf.message.Message):
 
     MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
     WEIGHTS_ROOT_FIELD_NUMBER: builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: builtins.int
     model_fingerprint: builtins.str
     weights_root: builtins.str
+    weights_version: builtins.str
     def __init__(
         self,
         *,
         model_fingerprint: builtins.str = ...,
         weights_root: builtins.str = ...,
+        weights_version: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["model_fingerprint", b"model_fingerprint", "weights_root", b"weights_root"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model_fingerprint", b"model_fingerprint", "weights_root", b"weights_root", "weights_version", b"weights_version"]) -> None: ...
 
 global___RecordedWeights = RecordedWeights
 
@@ -730,3 +740,21 @@ class RecordedEnd(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["request_id", b"request_id", "sequences", b"sequences"]) -> None: ...
 
 global___RecordedEnd = RecordedEnd
+
+@typing.final
+class RecordedSleep(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: builtins.int
+    IS_HELD_FIELD_NUMBER: builtins.int
+    level: builtins.int
+    is_held: builtins.bool
+    def __init__(
+        self,
+        *,
+        level: builtins.int = ...,
+        is_held: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["is_held", b"is_held", "level", b"level"]) -> None: ...
+
+global___RecordedSleep = RecordedSleep

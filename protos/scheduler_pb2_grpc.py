@@ -172,6 +172,16 @@ class SchedulerStub(object):
                 request_serializer=protos_dot_weights__pb2.ResumeGenerationRequest.SerializeToString,
                 response_deserializer=protos_dot_weights__pb2.ResumeGenerationResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/midstream.v1.Scheduler/Sleep',
+                request_serializer=protos_dot_weights__pb2.SleepRequest.SerializeToString,
+                response_deserializer=protos_dot_weights__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.WakeUp = channel.unary_unary(
+                '/midstream.v1.Scheduler/WakeUp',
+                request_serializer=protos_dot_weights__pb2.WakeUpRequest.SerializeToString,
+                response_deserializer=protos_dot_weights__pb2.WakeUpResponse.FromString,
+                _registered_method=True)
         self.SubscribeKvEvents = channel.unary_stream(
                 '/midstream.v1.Scheduler/SubscribeKvEvents',
                 request_serializer=protos_dot_stats__pb2.SubscribeKvEventsRequest.SerializeToString,
@@ -358,6 +368,18 @@ class SchedulerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeUp(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SubscribeKvEvents(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -502,6 +524,16 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.ResumeGeneration,
                     request_deserializer=protos_dot_weights__pb2.ResumeGenerationRequest.FromString,
                     response_serializer=protos_dot_weights__pb2.ResumeGenerationResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=protos_dot_weights__pb2.SleepRequest.FromString,
+                    response_serializer=protos_dot_weights__pb2.SleepResponse.SerializeToString,
+            ),
+            'WakeUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeUp,
+                    request_deserializer=protos_dot_weights__pb2.WakeUpRequest.FromString,
+                    response_serializer=protos_dot_weights__pb2.WakeUpResponse.SerializeToString,
             ),
             'SubscribeKvEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.SubscribeKvEvents,
@@ -1216,6 +1248,60 @@ class Scheduler(object):
             '/midstream.v1.Scheduler/ResumeGeneration',
             protos_dot_weights__pb2.ResumeGenerationRequest.SerializeToString,
             protos_dot_weights__pb2.ResumeGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Scheduler/Sleep',
+            protos_dot_weights__pb2.SleepRequest.SerializeToString,
+            protos_dot_weights__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/midstream.v1.Scheduler/WakeUp',
+            protos_dot_weights__pb2.WakeUpRequest.SerializeToString,
+            protos_dot_weights__pb2.WakeUpResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -176,6 +176,16 @@ class SchedulerStub:
         protos.weights_pb2.ResumeGenerationResponse,
     ]
 
+    Sleep: grpc.UnaryUnaryMultiCallable[
+        protos.weights_pb2.SleepRequest,
+        protos.weights_pb2.SleepResponse,
+    ]
+
+    WakeUp: grpc.UnaryUnaryMultiCallable[
+        protos.weights_pb2.WakeUpRequest,
+        protos.weights_pb2.WakeUpResponse,
+    ]
+
     SubscribeKvEvents: grpc.UnaryStreamMultiCallable[
         protos.stats_pb2.SubscribeKvEventsRequest,
         protos.stats_pb2.KvEventBatch,
@@ -334,6 +344,16 @@ class SchedulerAsyncStub:
     ResumeGeneration: grpc.aio.UnaryUnaryMultiCallable[
         protos.weights_pb2.ResumeGenerationRequest,
         protos.weights_pb2.ResumeGenerationResponse,
+    ]
+
+    Sleep: grpc.aio.UnaryUnaryMultiCallable[
+        protos.weights_pb2.SleepRequest,
+        protos.weights_pb2.SleepResponse,
+    ]
+
+    WakeUp: grpc.aio.UnaryUnaryMultiCallable[
+        protos.weights_pb2.WakeUpRequest,
+        protos.weights_pb2.WakeUpResponse,
     ]
 
     SubscribeKvEvents: grpc.aio.UnaryStreamMultiCallable[
@@ -547,6 +567,20 @@ class SchedulerServicer(metaclass=abc.ABCMeta):
         request: protos.weights_pb2.ResumeGenerationRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.weights_pb2.ResumeGenerationResponse, collections.abc.Awaitable[protos.weights_pb2.ResumeGenerationResponse]]: ...
+
+    @abc.abstractmethod
+    def Sleep(
+        self,
+        request: protos.weights_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.weights_pb2.SleepResponse, collections.abc.Awaitable[protos.weights_pb2.SleepResponse]]: ...
+
+    @abc.abstractmethod
+    def WakeUp(
+        self,
+        request: protos.weights_pb2.WakeUpRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.weights_pb2.WakeUpResponse, collections.abc.Awaitable[protos.weights_pb2.WakeUpResponse]]: ...
 
     @abc.abstractmethod
     def SubscribeKvEvents(

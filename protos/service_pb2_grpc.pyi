@@ -130,6 +130,16 @@ class MidstreamStub:
         protos.weights_pb2.ResumeGenerationResponse,
     ]
 
+    Sleep: grpc.UnaryUnaryMultiCallable[
+        protos.weights_pb2.SleepRequest,
+        protos.weights_pb2.SleepResponse,
+    ]
+
+    WakeUp: grpc.UnaryUnaryMultiCallable[
+        protos.weights_pb2.WakeUpRequest,
+        protos.weights_pb2.WakeUpResponse,
+    ]
+
     SubscribeKvEvents: grpc.UnaryStreamMultiCallable[
         protos.stats_pb2.SubscribeKvEventsRequest,
         protos.stats_pb2.KvEventBatch,
@@ -245,6 +255,16 @@ class MidstreamAsyncStub:
     ResumeGeneration: grpc.aio.UnaryUnaryMultiCallable[
         protos.weights_pb2.ResumeGenerationRequest,
         protos.weights_pb2.ResumeGenerationResponse,
+    ]
+
+    Sleep: grpc.aio.UnaryUnaryMultiCallable[
+        protos.weights_pb2.SleepRequest,
+        protos.weights_pb2.SleepResponse,
+    ]
+
+    WakeUp: grpc.aio.UnaryUnaryMultiCallable[
+        protos.weights_pb2.WakeUpRequest,
+        protos.weights_pb2.WakeUpResponse,
     ]
 
     SubscribeKvEvents: grpc.aio.UnaryStreamMultiCallable[
@@ -399,6 +419,20 @@ class MidstreamServicer(metaclass=abc.ABCMeta):
         request: protos.weights_pb2.ResumeGenerationRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.weights_pb2.ResumeGenerationResponse, collections.abc.Awaitable[protos.weights_pb2.ResumeGenerationResponse]]: ...
+
+    @abc.abstractmethod
+    def Sleep(
+        self,
+        request: protos.weights_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.weights_pb2.SleepResponse, collections.abc.Awaitable[protos.weights_pb2.SleepResponse]]: ...
+
+    @abc.abstractmethod
+    def WakeUp(
+        self,
+        request: protos.weights_pb2.WakeUpRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.weights_pb2.WakeUpResponse, collections.abc.Awaitable[protos.weights_pb2.WakeUpResponse]]: ...
 
     @abc.abstractmethod
     def SubscribeKvEvents(

@@ -247,6 +247,7 @@ class GroupStatus(google.protobuf.message.Message):
     KIND_FIELD_NUMBER: builtins.int
     IS_WRONG_FIELD_NUMBER: builtins.int
     IS_OUTDATED_FIELD_NUMBER: builtins.int
+    IS_ASLEEP_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     cell: builtins.str
     epoch: builtins.int
@@ -287,6 +288,8 @@ class GroupStatus(google.protobuf.message.Message):
     """Whether its results differed from those of other workers (--verify); it gets no work until its process restarts."""
     is_outdated: builtins.bool
     """Whether it has other weights than all workers are to have; it gets no work until it has changed them."""
+    is_asleep: builtins.bool
+    """Whether it sleeps, or was told to sleep or to wake up; it gets no work."""
     @property
     def block_map(self) -> global___BlockMap: ...
     @property
@@ -321,9 +324,10 @@ class GroupStatus(google.protobuf.message.Message):
         kind: protos.kind_pb2.WorkerKind | None = ...,
         is_wrong: builtins.bool = ...,
         is_outdated: builtins.bool = ...,
+        is_asleep: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["block_map", b"block_map", "kind", b"kind"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_map", b"block_map", "cell", b"cell", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "group_id", b"group_id", "held_off_ms", b"held_off_ms", "is_outdated", b"is_outdated", "is_wrong", b"is_wrong", "kind", b"kind", "last_fault", b"last_fault", "max_num_sequences", b"max_num_sequences", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_faults", b"num_faults", "num_held_blocks", b"num_held_blocks", "num_sequences", b"num_sequences", "num_shared_blocks", b"num_shared_blocks", "num_steps", b"num_steps", "num_steps_in_flight", b"num_steps_in_flight", "num_stored_blocks", b"num_stored_blocks", "role", b"role", "silent_ms", b"silent_ms", "stalled_ms", b"stalled_ms", "steps_per_s", b"steps_per_s", "tokens_per_block", b"tokens_per_block", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_map", b"block_map", "cell", b"cell", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "group_id", b"group_id", "held_off_ms", b"held_off_ms", "is_asleep", b"is_asleep", "is_outdated", b"is_outdated", "is_wrong", b"is_wrong", "kind", b"kind", "last_fault", b"last_fault", "max_num_sequences", b"max_num_sequences", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_faults", b"num_faults", "num_held_blocks", b"num_held_blocks", "num_sequences", b"num_sequences", "num_shared_blocks", b"num_shared_blocks", "num_steps", b"num_steps", "num_steps_in_flight", b"num_steps_in_flight", "num_stored_blocks", b"num_stored_blocks", "role", b"role", "silent_ms", b"silent_ms", "stalled_ms", b"stalled_ms", "steps_per_s", b"steps_per_s", "tokens_per_block", b"tokens_per_block", "world_size", b"world_size"]) -> None: ...
 
 global___GroupStatus = GroupStatus
 

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/weights.proto\x12\x0cmidstream.v1\"`\n\x0eWeightsVersion\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x14\n\x0cweights_root\x18\x02 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\x12\x0c\n\x04path\x18\x04 \x01(\t\"`\n\x14UpdateWeightsRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12)\n\ton_update\x18\x03 \x01(\x0e\x32\x16.midstream.v1.OnUpdate\"\\\n\x15UpdateWeightsResponse\x12-\n\x07version\x18\x01 \x01(\x0b\x32\x1c.midstream.v1.WeightsVersion\x12\x14\n\x0cnum_requests\x18\x02 \x01(\r\"\x1a\n\x18GetWeightsVersionRequest\"E\n\x19GetWeightsVersionResponse\x12(\n\x05\x63\x65lls\x18\x01 \x03(\x0b\x32\x19.midstream.v1.CellWeights\"\xa0\x01\n\x0b\x43\x65llWeights\x12\x0c\n\x04\x63\x65ll\x18\x01 \x01(\t\x12-\n\x07version\x18\x02 \x01(\x0b\x32\x1c.midstream.v1.WeightsVersion\x12\x12\n\nnum_groups\x18\x03 \x01(\r\x12\x1b\n\x13num_outdated_groups\x18\x04 \x01(\r\x12\x10\n\x08problems\x18\x05 \x03(\t\x12\x11\n\tis_paused\x18\x06 \x01(\x08\"?\n\x16PauseGenerationRequest\x12%\n\x04mode\x18\x01 \x01(\x0e\x32\x17.midstream.v1.PauseMode\"/\n\x17PauseGenerationResponse\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\"\x19\n\x17ResumeGenerationRequest\"\x1a\n\x18ResumeGenerationResponse\"H\n\x0bWeightsPart\x12\x12\n\nfrom_token\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x14\n\x0cweights_root\x18\x03 \x01(\t*i\n\x08OnUpdate\x12\x19\n\x15ON_UPDATE_UNSPECIFIED\x10\x00\x12\x17\n\x13ON_UPDATE_RECOMPUTE\x10\x01\x12\x14\n\x10ON_UPDATE_FINISH\x10\x02\x12\x13\n\x0fON_UPDATE_ABORT\x10\x03*\x83\x01\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x01\x12\x18\n\x14PAUSE_MODE_RECOMPUTE\x10\x02\x12\x15\n\x11PAUSE_MODE_FINISH\x10\x03\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/weights.proto\x12\x0cmidstream.v1\"`\n\x0eWeightsVersion\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x14\n\x0cweights_root\x18\x02 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\t\x12\x0c\n\x04path\x18\x04 \x01(\t\"`\n\x14UpdateWeightsRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12)\n\ton_update\x18\x03 \x01(\x0e\x32\x16.midstream.v1.OnUpdate\"\\\n\x15UpdateWeightsResponse\x12-\n\x07version\x18\x01 \x01(\x0b\x32\x1c.midstream.v1.WeightsVersion\x12\x14\n\x0cnum_requests\x18\x02 \x01(\r\"\x1a\n\x18GetWeightsVersionRequest\"E\n\x19GetWeightsVersionResponse\x12(\n\x05\x63\x65lls\x18\x01 \x03(\x0b\x32\x19.midstream.v1.CellWeights\"\xe7\x01\n\x0b\x43\x65llWeights\x12\x0c\n\x04\x63\x65ll\x18\x01 \x01(\t\x12-\n\x07version\x18\x02 \x01(\x0b\x32\x1c.midstream.v1.WeightsVersion\x12\x12\n\nnum_groups\x18\x03 \x01(\r\x12\x1b\n\x13num_outdated_groups\x18\x04 \x01(\r\x12\x10\n\x08problems\x18\x05 \x03(\t\x12\x11\n\tis_paused\x18\x06 \x01(\x08\x12\x13\n\x0bsleep_level\x18\x07 \x01(\r\x12\x1b\n\x13num_sleeping_groups\x18\x08 \x01(\r\x12\x13\n\x0bis_sleeping\x18\t \x01(\x08\"?\n\x16PauseGenerationRequest\x12%\n\x04mode\x18\x01 \x01(\x0e\x32\x17.midstream.v1.PauseMode\"/\n\x17PauseGenerationResponse\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\"\x19\n\x17ResumeGenerationRequest\"\x1a\n\x18ResumeGenerationResponse\"D\n\x0cSleepRequest\x12\r\n\x05level\x18\x01 \x01(\r\x12%\n\x04mode\x18\x02 \x01(\x0e\x32\x17.midstream.v1.PauseMode\"%\n\rSleepResponse\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\"\x1d\n\rWakeUpRequest\x12\x0c\n\x04tags\x18\x01 \x03(\t\"\x10\n\x0eWakeUpResponse\"H\n\x0bWeightsPart\x12\x12\n\nfrom_token\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x14\n\x0cweights_root\x18\x03 \x01(\t*i\n\x08OnUpdate\x12\x19\n\x15ON_UPDATE_UNSPECIFIED\x10\x00\x12\x17\n\x13ON_UPDATE_RECOMPUTE\x10\x01\x12\x14\n\x10ON_UPDATE_FINISH\x10\x02\x12\x13\n\x0fON_UPDATE_ABORT\x10\x03*\x83\x01\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x01\x12\x18\n\x14PAUSE_MODE_RECOMPUTE\x10\x02\x12\x15\n\x11PAUSE_MODE_FINISH\x10\x03\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ONUPDATE']._serialized_start=833
-  _globals['_ONUPDATE']._serialized_end=938
-  _globals['_PAUSEMODE']._serialized_start=941
-  _globals['_PAUSEMODE']._serialized_end=1072
+  _globals['_ONUPDATE']._serialized_start=1062
+  _globals['_ONUPDATE']._serialized_end=1167
+  _globals['_PAUSEMODE']._serialized_start=1170
+  _globals['_PAUSEMODE']._serialized_end=1301
   _globals['_WEIGHTSVERSION']._serialized_start=38
   _globals['_WEIGHTSVERSION']._serialized_end=134
   _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=136
@@ -46,15 +46,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETWEIGHTSVERSIONRESPONSE']._serialized_start=356
   _globals['_GETWEIGHTSVERSIONRESPONSE']._serialized_end=425
   _globals['_CELLWEIGHTS']._serialized_start=428
-  _globals['_CELLWEIGHTS']._serialized_end=588
-  _globals['_PAUSEGENERATIONREQUEST']._serialized_start=590
-  _globals['_PAUSEGENERATIONREQUEST']._serialized_end=653
-  _globals['_PAUSEGENERATIONRESPONSE']._serialized_start=655
-  _globals['_PAUSEGENERATIONRESPONSE']._serialized_end=702
-  _globals['_RESUMEGENERATIONREQUEST']._serialized_start=704
-  _globals['_RESUMEGENERATIONREQUEST']._serialized_end=729
-  _globals['_RESUMEGENERATIONRESPONSE']._serialized_start=731
-  _globals['_RESUMEGENERATIONRESPONSE']._serialized_end=757
-  _globals['_WEIGHTSPART']._serialized_start=759
-  _globals['_WEIGHTSPART']._serialized_end=831
+  _globals['_CELLWEIGHTS']._serialized_end=659
+  _globals['_PAUSEGENERATIONREQUEST']._serialized_start=661
+  _globals['_PAUSEGENERATIONREQUEST']._serialized_end=724
+  _globals['_PAUSEGENERATIONRESPONSE']._serialized_start=726
+  _globals['_PAUSEGENERATIONRESPONSE']._serialized_end=773
+  _globals['_RESUMEGENERATIONREQUEST']._serialized_start=775
+  _globals['_RESUMEGENERATIONREQUEST']._serialized_end=800
+  _globals['_RESUMEGENERATIONRESPONSE']._serialized_start=802
+  _globals['_RESUMEGENERATIONRESPONSE']._serialized_end=828
+  _globals['_SLEEPREQUEST']._serialized_start=830
+  _globals['_SLEEPREQUEST']._serialized_end=898
+  _globals['_SLEEPRESPONSE']._serialized_start=900
+  _globals['_SLEEPRESPONSE']._serialized_end=937
+  _globals['_WAKEUPREQUEST']._serialized_start=939
+  _globals['_WAKEUPREQUEST']._serialized_end=968
+  _globals['_WAKEUPRESPONSE']._serialized_start=970
+  _globals['_WAKEUPRESPONSE']._serialized_end=986
+  _globals['_WEIGHTSPART']._serialized_start=988
+  _globals['_WEIGHTSPART']._serialized_end=1060
 # @@protoc_insertion_point(module_scope)

@@ -198,11 +198,20 @@ class CellWeights(google.protobuf.message.Message):
     NUM_OUTDATED_GROUPS_FIELD_NUMBER: builtins.int
     PROBLEMS_FIELD_NUMBER: builtins.int
     IS_PAUSED_FIELD_NUMBER: builtins.int
+    SLEEP_LEVEL_FIELD_NUMBER: builtins.int
+    NUM_SLEEPING_GROUPS_FIELD_NUMBER: builtins.int
+    IS_SLEEPING_FIELD_NUMBER: builtins.int
     cell: builtins.str
     num_groups: builtins.int
     """Number of worker groups that have this version, and of those that do not yet."""
     num_outdated_groups: builtins.int
     is_paused: builtins.bool
+    sleep_level: builtins.int
+    """The level at which administrators let the worker groups sleep; 0 if they did not."""
+    num_sleeping_groups: builtins.int
+    """Number of worker groups that sleep, for whatever reason."""
+    is_sleeping: builtins.bool
+    """Whether no step runs until WakeUp."""
     @property
     def version(self) -> global___WeightsVersion: ...
     @property
@@ -218,9 +227,12 @@ class CellWeights(google.protobuf.message.Message):
         num_outdated_groups: builtins.int = ...,
         problems: collections.abc.Iterable[builtins.str] | None = ...,
         is_paused: builtins.bool = ...,
+        sleep_level: builtins.int = ...,
+        num_sleeping_groups: builtins.int = ...,
+        is_sleeping: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cell", b"cell", "is_paused", b"is_paused", "num_groups", b"num_groups", "num_outdated_groups", b"num_outdated_groups", "problems", b"problems", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cell", b"cell", "is_paused", b"is_paused", "is_sleeping", b"is_sleeping", "num_groups", b"num_groups", "num_outdated_groups", b"num_outdated_groups", "num_sleeping_groups", b"num_sleeping_groups", "problems", b"problems", "sleep_level", b"sleep_level", "version", b"version"]) -> None: ...
 
 global___CellWeights = CellWeights
 
@@ -279,6 +291,80 @@ class ResumeGenerationResponse(google.protobuf.message.Message):
     ) -> None: ...
 
 global___ResumeGenerationResponse = ResumeGenerationResponse
+
+@typing.final
+class SleepRequest(google.protobuf.message.Message):
+    """Lets all workers of every cell give their memory back, until WakeUp. New requests wait in the queue, and deadlines apply.
+    The call returns once the workers sleep. The level is stored: it outlives workers and schedulers.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: builtins.int
+    MODE_FIELD_NUMBER: builtins.int
+    level: builtins.int
+    """1: weights and KV blocks are given up; the files of the weights stay in the page cache of the host. 2: they are dropped
+    from there as well.
+    """
+    mode: global___PauseMode.ValueType
+    """What happens to running requests: with KEEP and RECOMPUTE they are computed again after the sleep, from their tokens."""
+    def __init__(
+        self,
+        *,
+        level: builtins.int = ...,
+        mode: global___PauseMode.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["level", b"level", "mode", b"mode"]) -> None: ...
+
+global___SleepRequest = SleepRequest
+
+@typing.final
+class SleepResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_REQUESTS_FIELD_NUMBER: builtins.int
+    num_requests: builtins.int
+    """Number of requests that were running or waiting."""
+    def __init__(
+        self,
+        *,
+        num_requests: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_requests", b"num_requests"]) -> None: ...
+
+global___SleepResponse = SleepResponse
+
+@typing.final
+class WakeUpRequest(google.protobuf.message.Message):
+    """Wakes the workers of every cell. The call returns once they are ready."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TAGS_FIELD_NUMBER: builtins.int
+    @property
+    def tags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """`weights` and `kv_cache`; none means both. With `weights` alone the workers are ready, so that their weights can be
+        updated, but no step runs until a call with `kv_cache`.
+        """
+
+    def __init__(
+        self,
+        *,
+        tags: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tags", b"tags"]) -> None: ...
+
+global___WakeUpRequest = WakeUpRequest
+
+@typing.final
+class WakeUpResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___WakeUpResponse = WakeUpResponse
 
 @typing.final
 class WeightsPart(google.protobuf.message.Message):

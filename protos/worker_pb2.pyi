@@ -92,6 +92,7 @@ class SchedulerMessage(google.protobuf.message.Message):
     PREPARE_WEIGHTS_FIELD_NUMBER: builtins.int
     SWITCH_WEIGHTS_FIELD_NUMBER: builtins.int
     DROP_WEIGHTS_FIELD_NUMBER: builtins.int
+    SET_SLEEP_FIELD_NUMBER: builtins.int
     @property
     def registered(self) -> global___Registered: ...
     @property
@@ -120,6 +121,8 @@ class SchedulerMessage(google.protobuf.message.Message):
     def switch_weights(self) -> global___SwitchWeights: ...
     @property
     def drop_weights(self) -> global___DropWeights: ...
+    @property
+    def set_sleep(self) -> global___SetSleep: ...
     def __init__(
         self,
         *,
@@ -136,10 +139,11 @@ class SchedulerMessage(google.protobuf.message.Message):
         prepare_weights: global___PrepareWeights | None = ...,
         switch_weights: global___SwitchWeights | None = ...,
         drop_weights: global___DropWeights | None = ...,
+        set_sleep: global___SetSleep | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["drop_weights", b"drop_weights", "encode_image", b"encode_image", "epoch_ended", b"epoch_ended", "fetch_blocks", b"fetch_blocks", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prepare_weights", b"prepare_weights", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "switch_weights", b"switch_weights", "unload_lora", b"unload_lora"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["drop_weights", b"drop_weights", "encode_image", b"encode_image", "epoch_ended", b"epoch_ended", "fetch_blocks", b"fetch_blocks", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prepare_weights", b"prepare_weights", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "step_batch", b"step_batch", "switch_weights", b"switch_weights", "unload_lora", b"unload_lora"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["registered", "rejected", "step_batch", "load_lora", "unload_lora", "epoch_ended", "heartbeat_ack", "prompt_table", "fetch_blocks", "encode_image", "prepare_weights", "switch_weights", "drop_weights"] | None: ...
+    def HasField(self, field_name: typing.Literal["drop_weights", b"drop_weights", "encode_image", b"encode_image", "epoch_ended", b"epoch_ended", "fetch_blocks", b"fetch_blocks", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prepare_weights", b"prepare_weights", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "set_sleep", b"set_sleep", "step_batch", b"step_batch", "switch_weights", b"switch_weights", "unload_lora", b"unload_lora"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["drop_weights", b"drop_weights", "encode_image", b"encode_image", "epoch_ended", b"epoch_ended", "fetch_blocks", b"fetch_blocks", "heartbeat_ack", b"heartbeat_ack", "load_lora", b"load_lora", "message", b"message", "prepare_weights", b"prepare_weights", "prompt_table", b"prompt_table", "registered", b"registered", "rejected", b"rejected", "set_sleep", b"set_sleep", "step_batch", b"step_batch", "switch_weights", b"switch_weights", "unload_lora", b"unload_lora"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["registered", "rejected", "step_batch", "load_lora", "unload_lora", "epoch_ended", "heartbeat_ack", "prompt_table", "fetch_blocks", "encode_image", "prepare_weights", "switch_weights", "drop_weights", "set_sleep"] | None: ...
 
 global___SchedulerMessage = SchedulerMessage
 
@@ -178,6 +182,8 @@ class Register(google.protobuf.message.Message):
     KV_SOURCE_FIELD_NUMBER: builtins.int
     NUM_MICRO_BATCHES_FIELD_NUMBER: builtins.int
     BLOCK_KIND_FIELD_NUMBER: builtins.int
+    PRICE_PER_HOUR_FIELD_NUMBER: builtins.int
+    SLEEP_LEVEL_FIELD_NUMBER: builtins.int
     group_id: builtins.str
     incarnation: builtins.int
     """A random number, chosen when the process starts."""
@@ -230,6 +236,10 @@ class Register(google.protobuf.message.Message):
     Workers fetch blocks only from workers with the same value, which is narrower than the kind. Empty if the worker
     neither offers nor fetches blocks.
     """
+    price_per_hour: builtins.float
+    """The worker's setting price_per_hour; must not be negative."""
+    sleep_level: builtins.int
+    """The level at which the group sleeps, see SetSleep; it gets nothing to run unless it is 0."""
     @property
     def kind(self) -> protos.kind_pb2.WorkerKind:
         """The group's kind. Its model_fingerprint must equal the scheduler's."""
@@ -292,9 +302,11 @@ class Register(google.protobuf.message.Message):
         kv_source: builtins.str = ...,
         num_micro_batches: builtins.int = ...,
         block_kind: builtins.str = ...,
+        price_per_hour: builtins.float = ...,
+        sleep_level: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["kind", b"kind"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attention_windows", b"attention_windows", "block_bytes", b"block_bytes", "block_kind", b"block_kind", "device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kind", b"kind", "kv_source", b"kv_source", "kv_store", b"kv_store", "lora_cache_bytes", b"lora_cache_bytes", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "num_blocks", b"num_blocks", "num_micro_batches", b"num_micro_batches", "protocol_version", b"protocol_version", "role", b"role", "sink_token_length", b"sink_token_length", "stored_hashes", b"stored_hashes", "tier_store", b"tier_store", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_windows", b"attention_windows", "block_bytes", b"block_bytes", "block_kind", b"block_kind", "device", b"device", "dtype", b"dtype", "features", b"features", "group_id", b"group_id", "incarnation", b"incarnation", "kept_blocks", b"kept_blocks", "kept_hashes", b"kept_hashes", "kind", b"kind", "kv_source", b"kv_source", "kv_store", b"kv_store", "lora_cache_bytes", b"lora_cache_bytes", "max_attention_window", b"max_attention_window", "max_batch_size", b"max_batch_size", "max_loras", b"max_loras", "max_num_tokens", b"max_num_tokens", "max_sequence_length", b"max_sequence_length", "num_blocks", b"num_blocks", "num_micro_batches", b"num_micro_batches", "price_per_hour", b"price_per_hour", "protocol_version", b"protocol_version", "role", b"role", "sink_token_length", b"sink_token_length", "sleep_level", b"sleep_level", "stored_hashes", b"stored_hashes", "tier_store", b"tier_store", "tokens_per_block", b"tokens_per_block", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 global___Register = Register
 
@@ -534,6 +546,31 @@ class SwitchWeights(google.protobuf.message.Message):
 global___SwitchWeights = SwitchWeights
 
 @typing.final
+class SetSleep(google.protobuf.message.Message):
+    """Tells a worker with the feature `sleep` to give its memory back, or to take it again. It leaves, does so, and registers
+    with this sleep_level; its identity stays the same.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    LEVEL_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    level: builtins.int
+    """0: awake. 1: neither weights nor KV blocks are in the worker's memory; the weights' files stay in the page cache of the
+    host, where it has room. 2: they are dropped from there as well.
+    """
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        level: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "level", b"level"]) -> None: ...
+
+global___SetSleep = SetSleep
+
+@typing.final
 class DropWeights(google.protobuf.message.Message):
     """The prepared weights are not needed."""
 
@@ -673,19 +710,25 @@ global___WeightsHashed = WeightsHashed
 
 @typing.final
 class Leave(google.protobuf.message.Message):
+    """The worker has left its epoch, and gets nothing more to run. Steps without a result are computed by other workers."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    LEAVES_BLOCKS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     reason: builtins.str
+    leaves_blocks: builtins.bool
+    """Whether workers with the same kv_store can copy the blocks of this worker from now on."""
     def __init__(
         self,
         *,
         epoch: builtins.int = ...,
         reason: builtins.str = ...,
+        leaves_blocks: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "leaves_blocks", b"leaves_blocks", "reason", b"reason"]) -> None: ...
 
 global___Leave = Leave
 

@@ -52,6 +52,8 @@ _METHODS = {
         "UpdateWeights": _ADMIN,
         "PauseGeneration": _ADMIN,
         "ResumeGeneration": _ADMIN,
+        "Sleep": _ADMIN,
+        "WakeUp": _ADMIN,
     },
     "/inference.GRPCInferenceService/": {
         "ServerLive": _ANY,

@@ -311,6 +311,15 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         await self._front.runner.weights.resume()
         return weights_pb2.ResumeGenerationResponse()
 
+    async def Sleep(self, request: weights_pb2.SleepRequest, context: object) -> weights_pb2.SleepResponse:
+        """Let the workers of every cell sleep."""
+        return weights_pb2.SleepResponse(num_requests=await self._front.runner.weights.sleep(request))
+
+    async def WakeUp(self, request: weights_pb2.WakeUpRequest, context: object) -> weights_pb2.WakeUpResponse:
+        """Wake the workers of every cell."""
+        await self._front.runner.weights.wake(request.tags)
+        return weights_pb2.WakeUpResponse()
+
 
 def _is_not_found(error: BaseException) -> bool:
     return isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.NOT_FOUND

@@ -38,6 +38,7 @@ from scheduler.edge.payloads import Payloads
 from scheduler.edge.receipts import KeyFolder, Receipts
 from scheduler.edge.request_log import log_requests
 from scheduler.edge.servicer import SchedulerServicer
+from scheduler.edge.sleep import WorkerSleep
 from scheduler.edge.traces import RequestTraces
 from scheduler.edge.weights import Weights
 from scheduler.edge.worker_keys import WorkerKeys
@@ -150,7 +151,7 @@ class SchedulerService:
         )
         adapters = Adapters(
             contents.adapters,
-            groups=lambda: core.groups,
+            groups=lambda: [group for group in core.groups if not group.is_asleep],
             sender=self.dispatcher,
             journal=self.journal,
             vocab_size=self.model.vocab_size,
@@ -160,9 +161,12 @@ class SchedulerService:
         weights = Weights(self.engine, self.dispatcher, self.journal.documents, self.model.fingerprint, cell)
         self.dispatcher.on_weights_prepared = weights.on_prepared
 
+        sleep = WorkerSleep(self.engine, self.journal.documents, weights, self.model.fingerprint)
+
         def on_joined(connection: bytes, epoch: int) -> None:
             weights.on_joined(connection, epoch)
-            adapters.on_joined(connection, epoch)
+            if not core.membership.groups[epoch].is_asleep:
+                adapters.on_joined(connection, epoch)
 
         self.engine.on_joined = on_joined
         images = Images(
@@ -198,6 +202,7 @@ class SchedulerService:
             model=self.model,
             limits=self.limits,
             weights=weights,
+            sleep=sleep,
             cell=cell,
             policies=(self.config.capacity_policy, self.config.batching_type, self.config.journal),
             max_stored_bytes=self.config.max_stored_bytes,
@@ -207,6 +212,7 @@ class SchedulerService:
         frames_pb2_grpc.add_FramesServicer_to_server(self.frames, self.server.grpc)
         # Everything that observes requests exists by now, since turns are taken while this reads the database.
         await weights.restore()
+        await sleep.restore()
         dispatching = self.dispatcher.run(
             self.engine.handle_worker_event, self.engine.take_turn, self.progress.loop("worker messages")
         )
@@ -394,6 +400,7 @@ def core_config(config: SchedulerConfig, model: ModelFolder, scheduler_epoch: in
         orphan_grace_ns=int(config.orphan_grace_s * ns_per_s),
         finished_ttl_ns=int(config.finished_ttl_s * ns_per_s),
         no_worker_timeout_ns=int(config.no_worker_timeout_s * ns_per_s),
+        unload_after_ns=int(config.unload_after * ns_per_s),
         verify_ppm=math.ceil(config.verify * 1_000_000),
         **{name: getattr(config, name) for name in same},
     )

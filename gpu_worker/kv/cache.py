@@ -147,6 +147,10 @@ class KvCache:
             if part is not None:
                 part.kind = kind
 
+    def leave(self) -> bool:
+        """Leave the blocks to other workers on the host; return False if these cannot copy them."""
+        return self._store is not None and self._store.leave_pool()
+
     def close(self) -> None:
         """Remove the pool from the store, and stop storing blocks in tiers."""
         if self.fetcher is not None:

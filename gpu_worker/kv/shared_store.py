@@ -2,11 +2,11 @@
 
 Each pool is a file in one shared-memory folder: the hashes of its blocks, their seals, then its keys, then its values.
 A worker holds a lock on its file, which the kernel releases when the process ends for any reason; until then other
-processes read it only in transfers (see `transfer`), which verify each block. KeptBlocks guarantees that the hashes are
-valid at any moment. A seal is a checksum that a thread computes once a block is full; blocks of a dead worker without a
-valid one are not used, because whatever killed the worker may have changed them. The file name encodes the kind of its
-blocks; blocks of one kind and hash are bit-identical whichever worker computes them, so a copied block equals a
-computed one. Files of dead workers are removed after a while.
+processes read it only in transfers (see `transfer`), which verify each block. A worker that leaves gives up the lock
+itself. KeptBlocks guarantees that the hashes are valid at any moment. A seal is a checksum that a thread computes once
+a block is full; blocks of a dead worker without a valid one are not used, because whatever killed the worker may have
+changed them. The file name encodes the kind of its blocks; blocks of one kind and hash are bit-identical whichever
+worker computes them, so a copied block equals a computed one. Files of dead workers are removed after a while.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ class KvStore:
             )
         self.name = f"{boot_id}:{status.st_dev}:{status.st_ino}:{self._kind}"
         self._own: Path | None = None
+        self._has_left = False
         self._file_number = -1
         self._layer_block_bytes = 0
         self._seals = np.empty(0, dtype=np.uint64)
@@ -148,18 +149,32 @@ class KvStore:
         fcntl.flock(self._file_number, fcntl.LOCK_EX)
         os.ftruncate(self._file_number, size)
 
+    def leave_pool(self) -> bool:
+        """Let others read this process's pool, as if the process were dead; return False if there is no pool.
+
+        Steps that still run do no harm: a block's hash is cleared before the block may change.
+        """
+        if self._own is None:
+            return False
+        fcntl.flock(self._file_number, fcntl.LOCK_UN)
+        self._has_left = True
+        return True
+
     def close(self) -> None:
-        """Remove this process's pool from the folder; its memory is freed when the process ends.
+        """Remove this process's pool from the folder, unless it was left to others; its memory is freed when the
+        process ends.
 
         The last process to close also removes the pools of dead workers; otherwise these stay for a while for other
         workers.
         """
         self._stopped.set()
         with contextlib.suppress(OSError), self._locked_folder():
-            if self._own is not None:
+            if self._own is not None and not self._has_left:
                 self._own.unlink(missing_ok=True)
             is_last = all(_is_left(path) for path in _pools(self._folder))
             self._remove_left(lambda path: is_last or path in self._seen)
+            if is_last and self._own is not None:
+                self._own.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _locked_folder(self) -> Iterator[None]:

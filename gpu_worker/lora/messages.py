@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gpu_worker.batch.step import NewSequence, Step
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.cache import AdapterCache
-from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError
+from midstream.errors import ExecutionError, InvalidArgumentError, MidstreamError, UnavailableError
 from protos import generation_pb2 as pb
 from protos import worker_pb2
 
@@ -25,10 +25,11 @@ _BYTES_PER_ELEMENT = {pb.Tensor.DTYPE_FLOAT32: 4, pb.Tensor.DTYPE_FLOAT16: 2, pb
 class AdapterMessages:
     """The adapter messages of the scheduler link; all methods run in the link's thread."""
 
-    def __init__(self, cache: AdapterCache[Any], wake: Callable[[], None]) -> None:
+    def __init__(self, cache: AdapterCache[Any] | None, wake: Callable[[], None]) -> None:
         """Create the handler; tables are buffered until the step that uses them.
 
         Args:
+            cache: The adapters; None while the worker sleeps, and gets neither adapters nor steps.
             wake: Called when an answer is ready.
         """
         self.answers: deque[worker_pb2.LoraResult] = deque()
@@ -51,10 +52,15 @@ class AdapterMessages:
     def load(self, message: worker_pb2.LoadLoraAdapter) -> None:
         """Start reading an adapter, and reply when reading has finished."""
         result = worker_pb2.LoraResult(name=message.name, epoch=message.epoch)
+        if self._cache is None:
+            result.error.CopyFrom(UnavailableError("the worker sleeps").to_proto())
+            self.answers.append(result)
+            return
         self._cache.load(message.path).add_done_callback(partial(self._answer, result))
 
     def unload(self, message: worker_pb2.UnloadLoraAdapter) -> None:
-        self._cache.unload(message.fingerprint)
+        if self._cache is not None:
+            self._cache.unload(message.fingerprint)
 
     def keep(self, message: worker_pb2.PromptTablePart) -> None:
         """Buffer a part of a table for the next step."""
@@ -77,7 +83,7 @@ class AdapterMessages:
             return None
         for new in step.new_sequences:
             for ref in (new.lora, new.prompt):
-                if ref is not None:
+                if ref is not None and self._cache is not None:
                     self._cache.prefetch(ref)
             sequences.append(_with_table(new, parts[new.prompt_table_key]) if new.prompt_table_key else new)
         return replace(step, new_sequences=tuple(sequences))
@@ -86,7 +92,7 @@ class AdapterMessages:
         if future.cancelled():
             return
         error = future.exception()
-        if error is None:
+        if error is None and self._cache is not None:
             adapter = future.result()
             result.rank, result.fingerprint = adapter.rank, adapter.fingerprint
             result.num_bytes = self._cache.size_of(adapter)

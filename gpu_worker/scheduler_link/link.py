@@ -15,8 +15,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import queue
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -25,6 +27,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import zmq
 from google.protobuf.message import DecodeError
 
@@ -38,6 +41,7 @@ from gpu_worker.models.images import ImageEncoder
 from gpu_worker.scheduler_link.connection import LINK_EVENTS, Connector
 from gpu_worker.scheduler_link.images import ImageMessages
 from gpu_worker.scheduler_link.messages import decode_step, encode_result
+from gpu_worker.sleep import SleepOrdered
 from gpu_worker.weight_updates import WeightsReady
 from midstream.security.curve import WorkerCredentials
 from midstream.telemetry import Metrics
@@ -46,9 +50,12 @@ from protos import worker_pb2
 logger = logging.getLogger(__name__)
 
 _REGISTER_INTERVAL_S, _CONNECT_INTERVAL_S = 0.5, 0.05
+# How long a worker that leaves waits for the results of its steps. Others compute what is not finished by then.
+_HAND_OVER_S = 0.03
 # Number of hashes of stored blocks in one message: 8 MiB.
 MAX_HASHES_PER_MESSAGE = 1 << 20
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # operations on pyzmq's enum types are slow
+_STOPPING = frozenset((signal.SIGTERM, signal.SIGINT))
 _FAILED_EXIT_CODE = 1
 _REJECTED_EXIT_CODE = 3
 
@@ -74,7 +81,17 @@ class WaitingStep:
     received_at: float
 
 
-Work = WaitingStep | EpochStarted | WeightsReady | Stopped
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The parts of a worker that belong to its model and KV pool; see SchedulerLink."""
+
+    adapters: AdapterCache[Any]
+    kept: KeptBlocks
+    tiers: KvTiers | None
+    fetcher: BlockFetcher | None
+
+
+Work = WaitingStep | EpochStarted | WeightsReady | SleepOrdered | Stopped
 
 
 class SchedulerLink:
@@ -84,6 +101,9 @@ class SchedulerLink:
         inbox: Work for the compute loop, in order.
         epoch: The current epoch; 0 if there is none. Steps of other epochs need not run.
         on_weights: Called with messages about the weights and the current epoch, in the link's thread.
+        leave_blocks: Called before the worker leaves, in the link's thread; returns whether other workers can copy its
+            blocks from then on.
+        on_left: Called when the worker has left, in the link's thread.
     """
 
     def __init__(
@@ -121,6 +141,8 @@ class SchedulerLink:
         self._kept, self._tiers, self._fetcher = kept, tiers, fetcher
         self._is_suspended = False  # whether the worker does not register, because it changes its weights
         self.on_weights: Callable[[worker_pb2.SchedulerMessage, int], None] = lambda *_: None
+        self.leave_blocks: Callable[[], bool] = lambda: False
+        self.on_left: Callable[[], None] = lambda: None
         self._prepared: deque[worker_pb2.WeightsPrepared] = deque()
         self._has_hashed = False  # whether the weights were hashed after the registration
         self._unsent_hashes = set[int]()  # blocks in the tiers, for heartbeats after a registration
@@ -136,6 +158,7 @@ class SchedulerLink:
         self._is_drained = True  # whether the last iteration emptied the socket
         self._thread = threading.Thread(target=self._run, name="scheduler-link", daemon=True)
         self._leaving = self._has_failed = False
+        self._leave_by = math.inf
         self._last_epoch = 0
         self._last_received = self._last_finished = 0
         self._heartbeat_s, self._timeout_s = 0.5, 2.0
@@ -182,15 +205,15 @@ class SchedulerLink:
         self._prepared.append(answer)
         self._wake()
 
-    def switch_weights(self, ready: WeightsReady) -> None:
-        """Let the compute loop change its weights; until it has, a worker without an epoch does not register again.
-        Any thread.
+    def interrupt(self, change: WeightsReady | SleepOrdered) -> None:
+        """Let the compute loop change its state; until it has, a worker without an epoch does not register again. Any
+        thread.
         """
         self._is_suspended = True
-        self.inbox.put(ready)
+        self.inbox.put(change)
 
     def suspend(self, reason: str) -> None:
-        """Leave, and stay connected without registering until `resume`."""
+        """Leave, and stay connected without registering until `resume`; drop everything that belongs to the pool."""
         with self._lock:
             self._is_suspended = True
             if self.epoch and self._dealer is not None:
@@ -199,25 +222,35 @@ class SchedulerLink:
                 )
                 self._end_epoch(reason)
             self._connector.note_registered()  # the connection is not at fault
+            self._adapters, self._kept = AdapterMessages(None, self._wake), KeptBlocks(np.empty(0, dtype=np.uint64))
+            self._tiers = self._fetcher = None
 
     def resume(
         self,
         register: worker_pb2.Register,
-        adapters: AdapterCache[Any],
-        kept: KeptBlocks,
-        tiers: KvTiers | None,
-        fetcher: BlockFetcher | None,
+        pool: Pool | None = None,
     ) -> None:
-        """Register again, with what has replaced the objects given to the constructor."""
+        """Register again, with what has replaced the objects given to the constructor; without a `pool`, the worker
+        sleeps.
+        """
         with self._lock:
-            self._register, self._adapters = register, AdapterMessages(adapters, self._wake)
-            self._kept, self._tiers, self._fetcher = kept, tiers, fetcher
+            self._register = register
+            if pool is not None:
+                self._adapters = AdapterMessages(pool.adapters, self._wake)
+                self._kept, self._tiers, self._fetcher = pool.kept, pool.tiers, pool.fetcher
             self._unsent_hashes.clear()
             self._has_hashed = self._is_suspended = False
             self._next_send = 0.0
             self._connector.note_lost()
-            if fetcher is not None:
-                fetcher.on_report = self._wake
+            if self._fetcher is not None:
+                self._fetcher.on_report = self._wake
+        self._wake()
+
+    def resume_unchanged(self) -> None:
+        """Register again if there is no epoch; nothing has changed."""
+        with self._lock:
+            self._is_suspended = False
+            self._next_send = min(self._next_send, time.monotonic())
         self._wake()
 
     def announce_weights(self, root: str, block_kind: str) -> None:
@@ -228,9 +261,18 @@ class SchedulerLink:
         self._wake()
 
     def leave(self) -> None:
-        """Stop accepting steps, finish the current ones, send Leave, and then put Stopped into the inbox."""
+        """Stop accepting steps, give the current ones a moment to finish, send Leave, and then put Stopped into the
+        inbox. Any thread.
+        """
         self._leaving = True
         self._wake()
+
+    @property
+    def signal_descriptor(self) -> int:
+        """Descriptor for signal.set_wakeup_fd: on SIGTERM and SIGINT the worker leaves, even while a step keeps the
+        main thread from handling signals.
+        """
+        return self._wake_writer.fileno()
 
     def join(self) -> None:
         """Wait for the thread to end, after Stopped."""
@@ -277,11 +319,12 @@ class SchedulerLink:
 
     def _turn(self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], poller: zmq.Poller) -> bool:
         """Wait for events and handle them; return False when the worker has left."""
-        wait_s = max(0.0, self._next_send - time.monotonic()) if self._is_drained else 0.0
+        wait_s = self._wait_s() if self._is_drained else 0.0
         ready = {descriptor for descriptor, _ in poller.poll(int(wait_s * 1000) + self._is_drained)}
         if self._wake_reader.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
-                self._wake_reader.recv(4096)
+                received = self._wake_reader.recv(4096)
+                self._leaving = self._leaving or not _STOPPING.isdisjoint(received)
         with self._lock:
             return self._handle(dealer, monitor, was_signalled=monitor.fileno() in ready)
 
@@ -295,15 +338,27 @@ class SchedulerLink:
             if stopped is not None:
                 self.inbox.put(stopped)
                 return False
-        if self._leaving and not self._num_waiting():
+        if self._leaving and self._may_leave():
             if self.epoch:
-                self._send(dealer, worker_pb2.WorkerMessage(leave=worker_pb2.Leave(epoch=self.epoch, reason="drain")))
+                leave = worker_pb2.Leave(epoch=self.epoch, reason="drain", leaves_blocks=self.leave_blocks())
+                self._send(dealer, worker_pb2.WorkerMessage(leave=leave))
+                logger.info("left", extra={"epoch": self.epoch, "num_unfinished_steps": self._num_waiting()})
+            self.on_left()
             self.inbox.put(Stopped(0, "drained"))
             return False
         self._connector.reconnect_when_due(dealer)
         self._send_when_due(dealer)
         self._is_drained = not _is_readable(dealer)
         return True
+
+    def _wait_s(self) -> float:
+        """Return the time until there is something to do without an event."""
+        return max(0.0, min(self._next_send, self._leave_by) - time.monotonic())
+
+    def _may_leave(self) -> bool:
+        now = time.monotonic()
+        self._leave_by = min(self._leave_by, now + _HAND_OVER_S)
+        return now >= self._leave_by or not self._num_waiting()
 
     def _send_results(self, dealer: zmq.Socket[bytes]) -> None:
         self._send_answers(dealer)
@@ -423,11 +478,17 @@ class SchedulerLink:
         elif kind == "fetch_blocks":
             self._fetch(message.fetch_blocks)
         else:
-            if self._images is not None:
-                self._images.take(message, self.epoch)
-            self._adapters.take(message, self.epoch)
-            self.on_weights(message, self.epoch)
+            self._take_other(message)
         return None
+
+    def _take_other(self, message: worker_pb2.SchedulerMessage) -> None:
+        """Handle messages about images, adapters, weights and sleep."""
+        if self._images is not None:
+            self._images.take(message, self.epoch)
+        self._adapters.take(message, self.epoch)
+        self.on_weights(message, self.epoch)
+        if message.HasField("set_sleep") and message.set_sleep.epoch == self.epoch:
+            self.interrupt(SleepOrdered(message.set_sleep.level))
 
     def _fetch(self, message: worker_pb2.FetchBlocks) -> None:
         if message.epoch == self.epoch and self._fetcher is not None:

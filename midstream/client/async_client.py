@@ -451,6 +451,25 @@ class AsyncClient:
         request = weights_pb2.ResumeGenerationRequest()
         await self._ask(lambda stub: stub.ResumeGeneration(request, timeout=_CALL_TIMEOUT_S))
 
+    async def sleep(self, level: Literal[1, 2] = 1, mode: Literal["keep", "finish", "abort"] = "keep") -> None:
+        """Let all workers give their memory back until `wake_up`, and return once they have.
+
+        Args:
+            level: With 2, the files of the weights are dropped from the hosts' page cache as well.
+            mode: What happens to running requests; with `keep`, they continue afterwards.
+
+        Raises:
+            UnsupportedError: A worker cannot sleep.
+        """
+        number = weights_pb2.PauseMode.Value(f"PAUSE_MODE_{mode.upper()}")
+        await self._ask(lambda stub: stub.Sleep(weights_pb2.SleepRequest(level=level, mode=number)))
+
+    async def wake_up(self, *tags: Literal["weights", "kv_cache"]) -> None:
+        """Wake all workers, and return once they are ready. With `weights` alone no step runs, but weights can be
+        updated.
+        """
+        await self._ask(lambda stub: stub.WakeUp(weights_pb2.WakeUpRequest(tags=tags)))
+
     def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Create the channels, which belong to the running loop."""
         self._channels = [self._open_channel(address, uses_proxy=not is_local(address)) for address in self._addresses]

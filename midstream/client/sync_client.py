@@ -86,6 +86,8 @@ class Client:
     weights = _blocking(AsyncClient.weights)
     pause_generation = _blocking(AsyncClient.pause_generation)
     resume_generation = _blocking(AsyncClient.resume_generation)
+    sleep = _blocking(AsyncClient.sleep)
+    wake_up = _blocking(AsyncClient.wake_up)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Accept the arguments of AsyncClient."""

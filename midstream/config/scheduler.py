@@ -74,6 +74,11 @@ class SchedulerConfig(GrpcServiceConfig):
         "tokens: move to another kind, which the stream reports, wait, or end.",
         choices=("move", "wait", "end"),
     )
+    unload_after: float = setting(
+        0.0,
+        "Seconds without requests after which workers give the memory of weights and KV blocks back; the next request "
+        "waits until they have loaded again. 0: never.",
+    )
     orphan_grace_s: float = setting(30.0, "Seconds until a request without an attached client is aborted.")
     finished_ttl_s: float = setting(60.0, "Seconds that a finished request can still be resumed.")
     max_num_finished: int = setting(8192, "Maximum number of finished requests that are kept.")

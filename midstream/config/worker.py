@@ -96,6 +96,20 @@ class WorkerConfig(ServiceConfig):
     disk_kv_bytes_per_s: int = setting(
         0, "Maximum bytes per second that the worker writes to disk_kv_folder; 0: no limit."
     )
+    price_per_hour: float = setting(
+        0.0, "Price of this worker's machine, or of its share of it, per hour in any currency, for metrics of cost."
+    )
+    notice_file: str = setting(
+        "",
+        "File whose existence announces that this machine will be taken away; the worker then leaves as after SIGTERM. "
+        "Empty: none.",
+    )
+    notice_metadata: str = setting(
+        "off",
+        "Cloud whose metadata service announces that this machine will be taken away.",
+        choices=("off", "aws", "gcp", "azure"),
+    )
+    notice_url: str = setting("", "URL of the metadata service, http://HOST[:PORT]; empty: the cloud's.")
     role: str = setting(
         "both",
         "prefill: compute prompts and hand requests over to decode workers; decode: generate for these requests; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import PurePath
 from typing import TYPE_CHECKING, TypeVar
 
@@ -72,6 +72,15 @@ class WeightsAdmin:
         """Resume every cell."""
         request = weights_pb2.ResumeGenerationRequest()
         await self._all(lambda stub: stub.ResumeGeneration(request, timeout=_TIMEOUT_S))
+
+    async def sleep(self, request: weights_pb2.SleepRequest) -> int:
+        """Let the workers of every cell sleep; return the number of unfinished requests."""
+        return sum(item.num_requests for item in await self._all(lambda stub: stub.Sleep(request)))
+
+    async def wake(self, tags: Iterable[str]) -> None:
+        """Wake the workers of every cell."""
+        request = weights_pb2.WakeUpRequest(tags=tags)
+        await self._all(lambda stub: stub.WakeUp(request))
 
     def _check_path(self, path: str) -> None:
         if not PurePath(path).is_absolute() or "\0" in path:

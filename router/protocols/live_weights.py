@@ -34,9 +34,11 @@ SGLANG_MODES = {
     "in_place": weights_pb2.PAUSE_MODE_KEEP,
 }
 PAUSE_PARAMETERS = ("mode", "clear_cache")
+SLEEP_PARAMETERS = ("level", "mode")
+WAKE_PARAMETERS = ("tags",)
 # Paths that are refused: with POST, and what to use instead.
 _FROM_DISK = "write the weights to a folder that all workers can read, and call /update_weights_from_disk"
-_NO_SLEEP = "workers do not give their memory back; stop them, and start them again"
+_USE_SLEEP = "use /sleep and /wake_up"
 REFUSED = {
     "/init_weight_transfer_engine": _FROM_DISK,
     "/start_weight_update": _FROM_DISK,
@@ -49,10 +51,8 @@ REFUSED = {
     "/update_weight_version": "give the version in `weight_version` of /update_weights_from_disk",
     "/weight_checker": "GetWeightsVersion over gRPC returns the root of the tree over all bytes of the weights",
     "/collective_rpc": "nothing can be called on workers",
-    "/sleep": _NO_SLEEP,
-    "/wake_up": _NO_SLEEP,
-    "/release_memory_occupation": _NO_SLEEP,
-    "/resume_memory_occupation": _NO_SLEEP,
+    "/release_memory_occupation": _USE_SLEEP,
+    "/resume_memory_occupation": _USE_SLEEP,
 }
 _LOAD_FORMATS = (None, "", "auto", "safetensors")
 
@@ -85,6 +85,8 @@ class LiveWeightsApi:
         }
         return [
             Route("/pause", mapped(self._pause, PAUSE_PARAMETERS), methods=["POST"]),
+            Route("/sleep", mapped(self._sleep, SLEEP_PARAMETERS), methods=["POST"]),
+            Route("/wake_up", mapped(self._wake_up, WAKE_PARAMETERS), methods=["POST"]),
             *(Route(path, mapped(endpoint), methods=["POST"]) for path, endpoint in posts.items()),
             *(Route(path, mapped(endpoint), methods=["GET"]) for path, endpoint in gets.items()),
             *(Route(path, mapped(_refusing(path, advice)), methods=["POST"]) for path, advice in REFUSED.items()),
@@ -111,7 +113,21 @@ class LiveWeightsApi:
         return JSONResponse({"is_paused": all(cell.is_paused for cell in cells)})
 
     async def _is_sleeping(self, _: Request) -> Response:
-        return JSONResponse({"is_sleeping": False})
+        cells = await self._weights.state()
+        return JSONResponse({"is_sleeping": all(cell.is_sleeping for cell in cells)})
+
+    async def _sleep(self, request: Request) -> Response:
+        query = request.query_params
+        level = query.get("level", "1")
+        if level not in ("1", "2"):
+            raise InvalidArgumentError("must be 1 or 2", field="level")
+        mode = _mode(query.get("mode", "keep"), VLLM_MODES)
+        await self._weights.sleep(weights_pb2.SleepRequest(level=int(level), mode=mode))
+        return Response()
+
+    async def _wake_up(self, request: Request) -> Response:
+        await self._weights.wake(request.query_params.getlist("tags"))
+        return Response()
 
     async def _abort_requests(self, request: Request) -> Response:
         body = await self._read(request)

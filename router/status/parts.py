@@ -158,6 +158,8 @@ def _worker_part(group: status_pb2.GroupStatus) -> PartStatus:
         part.detail = f"held off for {group.held_off_ms / 1e3:.0f} s: {group.last_fault}"
     elif group.is_outdated:
         part.state, part.detail = PartStatus.DEGRADED, "changes its weights"
+    elif group.is_asleep:
+        part.detail = "sleeps"
     elif group.silent_ms > _SILENT_MS:
         part.state, part.detail = PartStatus.DEGRADED, f"silent for {group.silent_ms / 1e3:.1f} s"
     elif group.stalled_ms > _STALLED_MS:

@@ -25,6 +25,7 @@ class CoreConfig:
         max_tensor_bytes: Maximum total size of the tensors and attachments of all known requests.
         max_worker_deaths: Number of consecutive worker deaths, without a new token in between, after which a request is
             a suspect.
+        unload_after_ns: Time without requests after which all groups sleep; 0 means never.
         verify_ppm: Share of the steps that another group computes again, in millionths.
     """
 
@@ -53,3 +54,4 @@ class CoreConfig:
     max_worker_deaths: int = 2
     max_tensor_bytes: int = 1 << 30
     verify_ppm: int = 0
+    unload_after_ns: int = 0

@@ -37,6 +37,7 @@ from scheduler.core.events import (
     GenerationPaused,
     GenerationResumed,
     Recovered,
+    SleepSet,
     StepDone,
     StopWordFound,
     Submitted,
@@ -60,6 +61,7 @@ from scheduler.core.placement import Placement
 from scheduler.core.request import FinishReason, Request
 from scheduler.core.request_scheduler import RequestScheduler
 from scheduler.core.shared import Shared
+from scheduler.core.sleep import Sleep
 from scheduler.core.stats import IterationStats
 from scheduler.core.steps import Results, StepBuilder
 from scheduler.core.verification import Verifier
@@ -78,6 +80,7 @@ class SchedulerCore:
         membership: The worker groups.
         kind_waits: Requests that wait for a group of their kind.
         pauses: Whether generation is paused.
+        sleep: Whether groups sleep.
         totals: Totals since the start.
     """
 
@@ -96,6 +99,7 @@ class SchedulerCore:
         self.kind_waits = KindWaits(shared, self.membership, self.lifecycle)
         self._placement = Placement(shared, scheduler, self.membership, self.lifecycle, self.kind_waits)
         self.pauses = Pauses(shared, self.membership, self.lifecycle, self._pause)
+        self.sleep = Sleep(shared, self.membership, self.lifecycle)
         self._handovers = Handovers(shared, self.membership, self._placement)
         self._handlers: dict[type[Any], Callable[[Any], object]] = {
             Submitted: self._submit,
@@ -115,6 +119,7 @@ class SchedulerCore:
             WeightsChanged: self.membership.change_weights,
             GenerationPaused: self.pauses.pause,
             GenerationResumed: self.pauses.resume,
+            SleepSet: self.sleep.set,
             Turn: self._turn,
             DrainStarted: self._start_drain,
         }
@@ -153,6 +158,15 @@ class SchedulerCore:
     def report_iterations(self, *, enabled: bool) -> None:
         """Turn IterationDone effects on (the default), or off if nothing reads them."""
         self._results.reports_iterations = enabled
+
+    @property
+    def first_token_wait_ns(self) -> int:
+        """How long the request that has waited longest for its first token has waited, in nanoseconds; 0 if none
+        waits.
+        """
+        waiting = [*self.queue, *(request for group in self.groups for request in list(group.active))]
+        since_ns = (request.times.queued_ns for request in waiting if not request.times.first_token_ns)
+        return self._clock.now_ns - min(since_ns, default=self._clock.now_ns)
 
     @property
     def num_active_requests(self) -> int:
@@ -224,12 +238,13 @@ class SchedulerCore:
 
     def _turn(self, event: Turn) -> None:
         self._timers.run_due(self._clock.now_ns)
+        self.sleep.advance()
         self._handovers.advance()
         while self._verifier.is_busy:
             self._verifier.advance()
             if not self._commit_verified():
                 break
-        if self.pauses.may_plan:
+        if self.pauses.may_plan and not self.sleep.is_held:
             self._start_queued()
             while self._plan_round():
                 self._start_queued()

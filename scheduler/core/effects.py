@@ -223,6 +223,15 @@ class WorkerWrong:
 
 
 @record
+class SleepOrdered:
+    """A group is told to sleep at a level, or to wake up (level 0)."""
+
+    connection: bytes
+    epoch: int
+    level: int
+
+
+@record
 class PolicyFailed:
     """A scheduling policy raised an exception in one of its methods, for the first time with this message."""
 
@@ -247,5 +256,6 @@ Effect = (
     | IterationDone
     | KvChanged
     | WorkerWrong
+    | SleepOrdered
     | PolicyFailed
 )

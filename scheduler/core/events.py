@@ -105,6 +105,8 @@ class WorkerRegistered:
         kv_source: Where other groups can fetch blocks of its pool; empty if they cannot.
         num_micro_batches: Number of steps, without sequences in common, that the group computes at the same time.
         block_kind: Groups fetch blocks only from groups with the same value.
+        price_per_hour: What the group costs, in any currency.
+        sleep_level: The level at which the group sleeps; 0 if it is awake.
     """
 
     time_ns: int
@@ -138,6 +140,8 @@ class WorkerRegistered:
     kv_source: str = ""
     num_micro_batches: int = 1
     block_kind: str = ""
+    price_per_hour: float = 0.0
+    sleep_level: int = 0
 
     @property
     def attention_window(self) -> int:
@@ -179,12 +183,13 @@ class WorkerBeat:
 
 @record
 class WorkerLeft:
-    """A worker group deregisters; its requests move to other groups."""
+    """A worker group deregisters; its requests move to other groups, which can adopt its blocks if it leaves them."""
 
     time_ns: int
     connection: bytes
     epoch: int
     reason: str = ""
+    leaves_blocks: bool = False
 
 
 @record
@@ -257,6 +262,7 @@ class WeightsChanged:
     time_ns: int
     model_fingerprint: str
     weights_root: str
+    weights_version: str = ""
 
 
 @record
@@ -265,6 +271,15 @@ class GenerationPaused:
 
     time_ns: int
     mode: PauseMode
+
+
+@record
+class SleepSet:
+    """An administrator lets all groups sleep at a level, or wakes them (level 0); no step runs while `is_held`."""
+
+    time_ns: int
+    level: int
+    is_held: bool
 
 
 @record
@@ -306,6 +321,7 @@ Event = (
     | WeightsChanged
     | GenerationPaused
     | GenerationResumed
+    | SleepSet
     | Turn
     | DrainStarted
 )

@@ -91,6 +91,9 @@ class KindWaits:
             return
         if request not in self._queue:
             del self._waiting[request]
+        elif self._membership.is_changing:
+            self._waiting[request] = now_ns + self._config.no_worker_timeout_ns
+            self._timers.at(self._waiting[request], partial(self._give_up, request_id, ordinal))
         elif self._config.lost_kind == LostKind.MOVE:
             request.allow_change_of_kind()
             self._release(request)

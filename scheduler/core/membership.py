@@ -37,6 +37,7 @@ _REGISTRATION_BITS = 20
 # How long loading and changing weights may take at a worker.
 _CHANGE_NS = 600 * 1_000_000_000
 _MAX_NUM_BLOCKS = 1 << 22
+_HOUR_NS = 3_600_000_000_000
 _MAX_LOST = 256
 # Heartbeats usually stop because the worker's machine or network stalls, so the first silence is not blamed on a
 # request.
@@ -50,6 +51,7 @@ class Membership:
     Attributes:
         groups: Worker groups by epoch.
         on_change: Called when a request might find a group that it did not find before.
+        on_join: Called with each group that has registered.
         on_loss: Called with the kind of a group whose epoch has ended.
         weights: The weights that all groups are to have; None if any of the served model will do, as long as no update
             has named them. A group with other weights gets nothing to run until it has changed them.
@@ -66,8 +68,11 @@ class Membership:
         self._stored: dict[str, set[int]] = {}  # hashes of the blocks in the tiers, by name of their store
         self._standings = Standings()
         self._no_worker_since_ns = 0
-        self._weights_changed_ns = -_CHANGE_NS
+        self._changed_ns = -_CHANGE_NS  # when weights or sleep were last changed
+        self._is_asleep = False
+        self._cost, self._priced_ns = 0.0, shared.clock.now_ns
         self.on_change: Callable[[], None] = lambda: None
+        self.on_join: Callable[[WorkerGroup], None] = lambda _: None
         self.on_loss: Callable[[Kind], None] = lambda _: None
         self.weights: WeightsChanged | None = None
 
@@ -89,12 +94,14 @@ class Membership:
         if self._config.verify_ppm:
             # Blocks are not passed on between groups, so that a wrong one cannot make another one wrong.
             event = replace(event, kv_store="", tier_store="", stored_hashes=(), kv_source="")
+        event = replace(event, kind=self._named(event.kind))
         self._standings.of(event.group_id).note_process(event.incarnation)
         self._num_registrations += 1
         epoch = (self._config.scheduler_epoch << _REGISTRATION_BITS) + self._num_registrations
         standing, stored = self._standings.of(event.group_id), self._note_stored(event)
         group = WorkerGroup(event, epoch, self._config, self._clock, self._clients, standing, stored)
         group.note_outdated(is_outdated=self._is_outdated(group.kind))
+        self._note_cost()
         self.groups[epoch] = group
         self._effects.append(GroupJoined(event.connection, event.group_id, epoch))
         kept = group.prefix_cache.contents(group.tokens_per_block)
@@ -103,7 +110,22 @@ class Membership:
         group.standing.last_seen_ns = self._clock.now_ns
         if group.is_held_off:
             self._timers.at(group.standing.held_until_ns, lambda _: self.on_change())
+        self.on_join(group)
         self.on_change()
+
+    @property
+    def price_per_hour(self) -> float:
+        """What the registered groups cost per hour, in the currency of their settings."""
+        return sum(group.registration.price_per_hour for group in list(self.groups.values()))
+
+    @property
+    def cost(self) -> float:
+        """What the groups have cost while they were registered, since the core's start."""
+        return self._cost + self.price_per_hour * (self._clock.now_ns - self._priced_ns) / _HOUR_NS
+
+    def _note_cost(self) -> None:
+        """Add the cost up to now; to be called before the groups change."""
+        self._cost, self._priced_ns = self.cost, self._clock.now_ns
 
     def _note_stored(self, event: WorkerRegistered) -> set[int]:
         """Record the blocks in a worker's tiers; return all blocks known to be there."""
@@ -152,9 +174,10 @@ class Membership:
         group = self.group_of(event)
         if group is None or (event.weights_root, event.block_kind) == (group.kind.weights_root, group.block_kind):
             return
-        kind = replace(group.kind, weights_root=event.weights_root)
+        kind = self._named(replace(group.kind, weights_root=event.weights_root))
         group.note_weights(kind, event.block_kind)
         group.note_outdated(is_outdated=self._is_outdated(kind))
+        self.on_join(group)
         for request in self._lifecycle.requests.values():
             if request.state is RequestState.FINISHED:
                 continue
@@ -169,7 +192,7 @@ class Membership:
 
         Results that these groups have not delivered yet are dropped, so that all further tokens are of the new weights.
         """
-        self.weights, self._weights_changed_ns = event, self._clock.now_ns
+        self.weights, self._changed_ns = event, self._clock.now_ns
         for request in list(self._lifecycle.requests.values()):
             if request.state is RequestState.FINISHED or request.kind is None or not self._is_outdated(request.kind):
                 continue
@@ -180,7 +203,28 @@ class Membership:
         for group in list(self.groups.values()):
             if self._is_outdated(group.kind):
                 self.end_epoch(group, "its weights are replaced")
+            else:
+                group.note_weights(self._named(group.kind), group.block_kind)
         self.on_change()
+
+    def note_sleep(self, *, is_asleep: bool) -> None:
+        """Record that groups are told to sleep or to wake up; `is_asleep` if an administrator lets all sleep."""
+        self._is_asleep, self._changed_ns = is_asleep, self._clock.now_ns
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether groups that are missing are not lost, because they sleep, load, or change their weights."""
+        is_recent = self._clock.now_ns - self._changed_ns < _CHANGE_NS
+        return self._is_asleep or is_recent or any(group.is_changing for group in self.groups.values())
+
+    def _named(self, kind: Kind) -> Kind:
+        """Return the kind with the name of the version that all groups are to have, if it has these weights. The group
+        may know them by another name, or by none if it was started with them.
+        """
+        weights = self.weights
+        if weights is None or self._is_outdated(kind) or kind.weights_version == weights.weights_version:
+            return kind
+        return replace(kind, weights_version=weights.weights_version)
 
     def _is_outdated(self, kind: Kind) -> bool:
         return self.weights is not None and kind.weights_root != self.weights.weights_root
@@ -216,8 +260,12 @@ class Membership:
     def leave(self, event: WorkerLeft) -> None:
         """Remove a group that deregisters; its requests continue on other groups."""
         group = self.groups.get(event.epoch)
-        if group is not None and group.connection == event.connection:
-            self.end_epoch(group, event.reason or "it left", tell=False)
+        if group is None or group.connection != event.connection:
+            return
+        if event.leaves_blocks:
+            for request in group.active:
+                request.lose_worker(group.registration.kv_store, may_fetch=True)
+        self.end_epoch(group, event.reason or "it left", tell=False)
 
     def fail(self, event: WorkerFailed) -> None:
         """End the epoch of a worker that sent an invalid message or did not answer in time."""
@@ -311,6 +359,7 @@ class Membership:
             tell: Notify the worker, in case it is still connected.
             culprit: A request to end instead of queueing it again.
         """
+        self._note_cost()
         del self.groups[group.epoch]
         self.on_loss(group.kind)
         if tell:
@@ -434,8 +483,10 @@ class Membership:
         if self.has_usable_group:
             return
         patience_ns = self._config.no_worker_timeout_ns
-        # Workers that change their weights are not lost.
-        if now_ns - self._weights_changed_ns < _CHANGE_NS or any(group.is_outdated for group in self.groups.values()):
+        if self._is_asleep:
+            self.watch_lack_of_workers()
+            return
+        if self.is_changing:
             patience_ns += _CHANGE_NS
             self.watch_lack_of_workers()
         for request in list(self._queue):

@@ -14,6 +14,8 @@ from scheduler.core.worker_group import WorkerGroup
 
 # A held request may start only when it is released.
 _NEVER_NS = (1 << 63) - 1
+# Number of ended requests that may be kept, in addition to as many as are held.
+_MAX_ENDED = 64
 
 
 class Pauses:
@@ -31,11 +33,17 @@ class Pauses:
         self._membership, self._lifecycle, self._release = membership, lifecycle, release
         self._mode: PauseMode | None = None
         self._held: dict[Request, None] = {}
+        self._max_held = _MAX_ENDED
 
     @property
     def is_paused(self) -> bool:
         """Whether generation is paused, even if requests still finish."""
         return self._mode is not None
+
+    @property
+    def num_held(self) -> int:
+        """Number of requests that are held back, with some that have ended."""
+        return len(self._held)
 
     @property
     def may_plan(self) -> bool:
@@ -81,6 +89,9 @@ class Pauses:
     def _hold(self, request: Request) -> None:
         """Keep a queued request that has not started from starting."""
         if request.kind is None and request not in self._held:
+            if len(self._held) >= self._max_held:
+                self._held = {other: None for other in self._held if other in self._queue}
+                self._max_held = 2 * len(self._held) + _MAX_ENDED
             self._queue.hold(request, _NEVER_NS)
             self._held[request] = None
 

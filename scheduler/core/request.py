@@ -761,7 +761,9 @@ class Request:
         self.counters.num_accepted_tokens += num_accepted
 
     def lose_worker(self, store: str, *, may_fetch: bool) -> None:
-        """Record the dead worker's store (empty if it had none), and whether blocks may still be fetched from tiers."""
+        """Record the store of a worker that died or left its blocks (empty if there is none), and whether blocks may
+        still be fetched from tiers.
+        """
         self.lost_store = store
         self.may_fetch = self.may_fetch and may_fetch
 

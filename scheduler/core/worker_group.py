@@ -114,6 +114,7 @@ class WorkerGroup:
         has_state: Whether blocks hold a recurrent state after their last token, which can be used only at the end of a
             block.
         standing: Its fault record over all epochs.
+        is_asleep: Whether it has given its memory back, or was told to; it gets nothing to run.
         is_outdated: Whether it has other weights than all groups are to have, and gets nothing to run until it has
             changed them.
         tables: Block tables of its sequences.
@@ -168,6 +169,7 @@ class WorkerGroup:
         self.adapters = AdapterRoom(registration.lora_cache_bytes)
         self.standing = standing
         self.is_outdated = False
+        self.is_asleep = registration.sleep_level > 0
         self.has_state = "recurrent_state" in registration.features
         self._clock = clock
         self.clients = clients
@@ -221,15 +223,26 @@ class WorkerGroup:
     @property
     def is_held_off(self) -> bool:
         """Whether the group is held off, so that it gets nothing to run for a while: because of its faults, or until it
-        has changed its weights.
+        has changed its weights, or while it sleeps.
         """
-        return self.is_outdated or self.standing.is_held(self._clock.now_ns)
+        return self.is_changing or self.standing.is_held(self._clock.now_ns)
+
+    def note_asleep(self) -> None:
+        """Record that the group was told to sleep, or to wake up; it registers again once it has done so."""
+        self.is_asleep = True
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether the group gets nothing to run although it has no fault."""
+        return self.is_outdated or self.is_asleep
 
     @property
     def reason_held_off(self) -> str:
         """Why the group gets nothing to run; empty if it does."""
         if self.standing.is_held(self._clock.now_ns):
             return self.standing.reason
+        if self.is_asleep:
+            return "it sleeps"
         return "it changes its weights" if self.is_outdated else ""
 
     def note_outdated(self, *, is_outdated: bool) -> None:

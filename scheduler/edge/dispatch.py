@@ -23,7 +23,7 @@ from zmq.utils.monitor import parse_monitor_message
 from midstream.clock import SteadyClock
 from midstream.rpc.health import LoopProgress, check_port
 from protos import worker_pb2
-from scheduler.core.effects import EpochEnded, FetchBlocks, GroupJoined, GroupRefused, StepPlan
+from scheduler.core.effects import EpochEnded, FetchBlocks, GroupJoined, GroupRefused, SleepOrdered, StepPlan
 from scheduler.core.events import StepDone, WorkerFailed, WorkerLost
 from scheduler.edge.worker_keys import WorkerKeys
 from scheduler.wire.prompt_tables import table_parts
@@ -274,8 +274,13 @@ class Dispatcher:
             self._send(plan.connection, part)
         self._send(plan.connection, encode_step(plan))
 
-    def send_fetch(self, effect: FetchBlocks) -> None:
-        """Ask a worker to fetch blocks from another one."""
+    def send_order(self, effect: FetchBlocks | SleepOrdered) -> None:
+        """Tell a worker to fetch blocks from another one, or to sleep or wake up."""
+        if isinstance(effect, SleepOrdered):
+            logger.info("a worker is to have the sleep level %d", effect.level, extra={"epoch": effect.epoch})
+            order = worker_pb2.SetSleep(epoch=effect.epoch, level=effect.level)
+            self._send_message(effect.connection, worker_pb2.SchedulerMessage(set_sleep=order))
+            return
         fetch = worker_pb2.FetchBlocks(
             epoch=effect.epoch, hashes=effect.hashes, kv_store=effect.kv_store, kv_source=effect.kv_source
         )

@@ -34,6 +34,7 @@ from scheduler.core.effects import (
     RequestEnded,
     RequestForgotten,
     SequenceEnded,
+    SleepOrdered,
     StepPlan,
     WorkerWrong,
 )
@@ -118,7 +119,8 @@ class Engine:
             Accepted: self._write_accepted,
             BeamsAdvanced: self._write_beams,
             StepPlan: dispatcher.send_step,
-            FetchBlocks: dispatcher.send_fetch,
+            FetchBlocks: dispatcher.send_order,
+            SleepOrdered: dispatcher.send_order,
             IterationDone: self._report_iteration,
             GroupJoined: self._join,
             GroupRefused: dispatcher.send_refused,

@@ -54,7 +54,14 @@ class SchedulerCollector(Collector):
             ("kv_cache_usage_perc", "Fraction of the KV blocks that is held, 0 to 1.", num_held / max(num_blocks, 1)),
             ("num_worker_groups", "Worker groups that are registered.", len(groups)),
             ("num_worker_groups_held_off", "Worker groups that are held off after faults or deaths.", num_held_off),
+            ("num_worker_groups_asleep", "Worker groups that sleep.", sum(group.is_asleep for group in groups)),
             ("num_requests_waiting_for_kind", "Requests whose kind of workers is lost.", core.kind_waits.num_waiting),
+            ("price_per_hour", "Price per hour of the registered worker groups.", core.membership.price_per_hour),
+            (
+                "first_token_wait_seconds",
+                "Time for which the request that has waited longest for its first token has waited.",
+                core.first_token_wait_ns / 1e9,
+            ),
             ("num_images_running", "Images that workers are encoding.", self._images.num_running),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value)
@@ -102,6 +109,11 @@ class SchedulerCollector(Collector):
             ),
             ("num_policy_faults", "Exceptions of the scheduler plugin.", totals.num_policy_faults),
             ("num_quarantined", "Requests ended because they crashed workers.", totals.num_quarantined),
+            (
+                "cost",
+                "Cost of the worker groups while they were registered, by their setting price_per_hour.",
+                self._core.membership.cost,
+            ),
             ("prompt_tokens", "Context tokens computed.", totals.num_prompt_tokens),
             ("generation_tokens", "Tokens generated.", totals.num_generation_tokens),
             ("num_draft_tokens", "Draft tokens verified.", totals.num_draft_tokens),

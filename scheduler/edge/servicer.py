@@ -38,6 +38,7 @@ from scheduler.edge.lora_registry import Adapters
 from scheduler.edge.metrics import used_loras
 from scheduler.edge.payloads import Payloads
 from scheduler.edge.receipts import Receipts
+from scheduler.edge.sleep import WorkerSleep
 from scheduler.edge.status import CellStatusReport, detokenizer_infos
 from scheduler.edge.submissions import Submissions
 from scheduler.edge.weights import Weights
@@ -69,6 +70,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         model: ModelFolder,
         limits: ModelLimits,
         weights: Weights,
+        sleep: WorkerSleep,
         cell: str,
         policies: tuple[str, str, str],
         max_stored_bytes: int,
@@ -83,6 +85,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
             payloads: Requests and answers that are stored for audits; None if they are not.
             documents: Where routers store files and batches.
             weights: The version of the workers' weights.
+            sleep: Sleep of the workers.
             policies: Names of the capacity policy, the batching type and the journal, for GetServerInfo.
             max_stored_bytes: Maximum bytes of documents that one owner may store.
             frames: Accepts the connections of detokenizers and routers.
@@ -99,7 +102,7 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         self._model = model
         self._limits = limits
         self._cell = cell
-        self._weights = weights
+        self._weights, self._sleep = weights, sleep
         self._policies = policies
         self._started_ns = engine.now_ns()
         self._status = CellStatusReport(engine.core, engine.hub, cell)
@@ -375,6 +378,15 @@ class SchedulerServicer(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
     ) -> weights_pb2.ResumeGenerationResponse:
         self._weights.resume()
         return weights_pb2.ResumeGenerationResponse()
+
+    async def Sleep(self, request: weights_pb2.SleepRequest, context: object) -> weights_pb2.SleepResponse:
+        """Return once the workers sleep."""
+        return weights_pb2.SleepResponse(num_requests=await self._sleep.sleep(request))
+
+    async def WakeUp(self, request: weights_pb2.WakeUpRequest, context: object) -> weights_pb2.WakeUpResponse:
+        """Return once the workers are awake."""
+        await self._sleep.wake(request.tags)
+        return weights_pb2.WakeUpResponse()
 
 
 def _lora_info(adapter: LoadedAdapter) -> loads_pb2.LoraInfo:

@@ -113,6 +113,7 @@ class CellStatusReport:
             kind=kind_to_proto(group.kind),
             is_wrong=group.standing.is_wrong,
             is_outdated=group.is_outdated,
+            is_asleep=group.is_asleep,
         )
         since_ns = group.awaited_since_ns
         if since_ns is not None:

@@ -69,7 +69,11 @@ class WeightsSender(Protocol):
 
 
 class Weights:
-    """The version of the weights of one scheduler's workers."""
+    """The version of the weights of one scheduler's workers.
+
+    Attributes:
+        is_updating: Whether an update is running.
+    """
 
     def __init__(
         self, engine: Engine, sender: WeightsSender, documents: Documents, model_fingerprint: str, cell: str
@@ -80,7 +84,7 @@ class Weights:
         self._stored: weights_pb2.WeightsVersion | None = None
         self._update = 0  # identifies the last update
         self._stored_update = 0  # identifies the change to the stored version
-        self._is_updating = False
+        self.is_updating = False
         self._task: asyncio.Task[weights_pb2.UpdateWeightsResponse] | None = None
         self._answers: dict[int, asyncio.Future[worker_pb2.WeightsPrepared]] = {}  # by epoch
         self._problems: deque[str] = deque(maxlen=_MAX_PROBLEMS)
@@ -115,6 +119,9 @@ class Weights:
             num_outdated_groups=num_outdated,
             problems=self._problems,
             is_paused=core.pauses.is_paused,
+            sleep_level=core.sleep.level,
+            num_sleeping_groups=sum(group.is_asleep for group in core.groups),
+            is_sleeping=core.sleep.is_held,
         )
 
     async def update(self, request: weights_pb2.UpdateWeightsRequest) -> weights_pb2.UpdateWeightsResponse:
@@ -125,9 +132,9 @@ class Weights:
                 lost or cannot load these weights, or the change cannot be stored.
         """
         _check(request)
-        if self._is_updating:
+        if self.is_updating:
             raise ConflictError("another update of the weights is running; try again after it")
-        self._is_updating = True
+        self.is_updating = True
         # A caller that hangs up does not interrupt it.
         self._task = asyncio.create_task(self._change(request))
         self._task.add_done_callback(self._note_end)
@@ -166,11 +173,11 @@ class Weights:
 
     def _repeat(self, epoch: int) -> None:
         group = self._engine.core.membership.groups.get(epoch)
-        if group is not None and group.is_outdated and self._stored is not None and not self._is_updating:
+        if group is not None and group.is_outdated and self._stored is not None and not self.is_updating:
             self._send_switch(group, self._stored)
 
     def _note_end(self, task: asyncio.Task[weights_pb2.UpdateWeightsResponse]) -> None:
-        self._is_updating = False
+        self.is_updating = False
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.warning("the weights were not changed: %s", error)
 
@@ -179,14 +186,16 @@ class Weights:
         groups = core.groups
         if not groups:
             raise UnavailableError("no worker has joined")
+        if core.sleep.level or any(group.is_asleep for group in groups):
+            raise ConflictError("workers sleep; wake them up first, for which the tag `weights` is enough")
         self._update = _new_id()
         try:
             root, fingerprint = _agreed(await asyncio.gather(*(self._ask(group, request.path) for group in groups)))
             version = weights_pb2.WeightsVersion(
                 version=request.version or root, weights_root=root, model_fingerprint=fingerprint, path=request.path
             )
-            async with self._paused(_PAUSES_ON_UPDATE[request.on_update]):
-                await self._documents.put(self._key, version.SerializeToString())
+            async with self.paused(_PAUSES_ON_UPDATE[request.on_update], "on_update"):
+                await self._documents.put_surely(self._key, version.SerializeToString())
                 self._stored, self._stored_update = version, self._update
                 self._problems.clear()
                 num_requests = core.lifecycle.num_unfinished
@@ -217,7 +226,8 @@ class Weights:
 
     def _tell_core(self, version: weights_pb2.WeightsVersion) -> None:
         now_ns = self._engine.now_ns()
-        self._engine.handle(WeightsChanged(now_ns, version.model_fingerprint, version.weights_root))
+        fingerprint, root = version.model_fingerprint, version.weights_root
+        self._engine.handle(WeightsChanged(now_ns, fingerprint, root, version.version))
 
     def _send_switch(self, group: WorkerGroup, version: weights_pb2.WeightsVersion) -> None:
         switch = worker_pb2.SwitchWeights(
@@ -230,12 +240,14 @@ class Weights:
         self._sender.send_weights(group.connection, worker_pb2.SchedulerMessage(switch_weights=switch))
 
     @contextlib.asynccontextmanager
-    async def _paused(self, mode: PauseMode | None) -> AsyncIterator[None]:
-        """Pause generation while the body runs; a pause that has begun before it goes on after it."""
+    async def paused(self, mode: PauseMode | None, field: str) -> AsyncIterator[None]:
+        """Pause generation while the body runs; a pause that has begun before it goes on after it. Raises
+        InvalidArgumentError, which names `field`, if running requests cannot finish.
+        """
         was_paused = self._engine.core.pauses.is_paused
-        if mode is PauseMode.FINISH and was_paused:
+        if mode is PauseMode.FINISH and (was_paused or self._engine.core.sleep.is_held):
             reason = "running requests cannot finish while generation is paused; resume it, or choose another value"
-            raise InvalidArgumentError(reason, field="on_update")
+            raise InvalidArgumentError(reason, field=field)
         if mode is None:
             yield
             return

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Protocol, TypeVar, cast
 
 from midstream.clock import SteadyClock
-from midstream.errors import InvalidArgumentError
+from midstream.errors import InvalidArgumentError, UnavailableError
 from midstream.record import record
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ T = TypeVar("T")
 MAX_DOCUMENT_BYTES = 64 << 20
 MAX_KEY_CHARS = 512
 _EXPIRY_INTERVAL_S = 60.0
+_READ_BACK_S = (0.1, 0.5, 1.0, 2.0, 4.0)
 _LAST_CHARACTER = "\U0010ffff"
 
 
@@ -102,6 +103,29 @@ class Documents:
             message = f"has {len(data)} bytes; must have at most {MAX_DOCUMENT_BYTES}; split it into several documents"
             raise InvalidArgumentError(message, field="data")
         return await self._call(self._store.put, key, data, self._clock.now_ns(), expires_ns, if_version)
+
+    async def put_surely(self, key: DocumentKey, data: bytes) -> None:
+        """Store a document, and raise only if it is not stored.
+
+        A database may commit a write and lose its connection before it says so; the document is then read back.
+
+        Raises:
+            UnavailableError: The document is not stored, or the database does not answer for some seconds.
+        """
+        try:
+            await self.put(key, data)
+        except UnavailableError:
+            found = await self._read_back(key)
+            if found is None or found.data != data:
+                raise
+
+    async def _read_back(self, key: DocumentKey) -> Document | None:
+        for pause_s in _READ_BACK_S:
+            try:
+                return await self.get(key)
+            except UnavailableError:
+                await asyncio.sleep(pause_s)
+        return None
 
     async def get(self, key: DocumentKey) -> Document | None:
         """Return a document, or None."""

@@ -21,6 +21,7 @@ from scheduler.core.events import (
     GenerationPaused,
     GenerationResumed,
     Recovered,
+    SleepSet,
     StepDone,
     StopWordFound,
     Submitted,
@@ -145,15 +146,18 @@ def decode_event(record: pb.Record) -> Event:
 
 
 def _encode_administration(
-    event: DrainStarted | WeightsChanged | GenerationPaused | GenerationResumed, record: pb.Record
+    event: DrainStarted | WeightsChanged | GenerationPaused | GenerationResumed | SleepSet, record: pb.Record
 ) -> None:
     if isinstance(event, WeightsChanged):
         record.weights_changed.model_fingerprint = event.model_fingerprint
         record.weights_changed.weights_root = event.weights_root
+        record.weights_changed.weights_version = event.weights_version
     elif isinstance(event, GenerationPaused):
         record.generation_paused = event.mode
     elif isinstance(event, GenerationResumed):
         record.generation_resumed = True
+    elif isinstance(event, SleepSet):
+        record.sleep_set.level, record.sleep_set.is_held = event.level, event.is_held
     else:
         record.drain_started = True
 
@@ -163,11 +167,14 @@ def _decode_administration(record: pb.Record) -> Event:
     if kind == "drain_started":
         return DrainStarted(time_ns)
     if kind == "weights_changed":
-        return WeightsChanged(time_ns, record.weights_changed.model_fingerprint, record.weights_changed.weights_root)
+        changed = record.weights_changed
+        return WeightsChanged(time_ns, changed.model_fingerprint, changed.weights_root, changed.weights_version)
     if kind == "generation_paused":
         return GenerationPaused(time_ns, PauseMode(record.generation_paused))
     if kind == "generation_resumed":
         return GenerationResumed(time_ns)
+    if kind == "sleep_set":
+        return SleepSet(time_ns, record.sleep_set.level, record.sleep_set.is_held)
     raise ValueError(f"unknown event kind in a record: {kind or 'none'}")
 
 
@@ -296,6 +303,7 @@ def _encode_worker_event(
         hashed.epoch, hashed.weights_root, hashed.block_kind = event.epoch, event.weights_root, event.block_kind
     elif isinstance(event, WorkerLeft):
         message.leave.epoch, message.leave.reason = event.epoch, event.reason
+        message.leave.leaves_blocks = event.leaves_blocks
     else:
         message.register.kind.CopyFrom(kind_to_proto(event.kind))
         for name in REGISTRATION_FIELDS:

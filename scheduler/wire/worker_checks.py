@@ -18,6 +18,7 @@ _MAX_BYTES = 1 << 50
 # Maximum of numbers that are summed over requests or groups and end up in 32-bit fields of other messages.
 _MAX_COUNT = 1 << 24
 _MAX_MICRO_BATCHES = 256
+_MAX_PRICE = 1e9
 _MAX_STATUS_CODE = 16
 _MAX_DIMENSIONS = 8
 _REGISTERED_NAMES = (
@@ -95,6 +96,8 @@ def _check_registration(message: worker_pb2.Register) -> None:
     _check_range("num_micro_batches", (message.num_micro_batches,), _MAX_MICRO_BATCHES)
     _check_range("lora_cache_bytes", (message.lora_cache_bytes,), _MAX_BYTES)
     _check_range("block_bytes", (message.block_bytes,), _MAX_BYTES)
+    if not 0 <= message.price_per_hour <= _MAX_PRICE:
+        raise WrongMessageError(f"price_per_hour is {message.price_per_hour}; must be from 0 to {_MAX_PRICE:g}")
 
 
 def is_plain_result(result: worker_pb2.StepResult) -> bool:

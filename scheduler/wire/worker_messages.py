@@ -85,7 +85,8 @@ def _notice(
     message: worker_pb2.WorkerMessage, connection: bytes, time_ns: int
 ) -> WeightsHashed | WorkerLeft | BlocksFetched:
     if message.HasField("leave"):
-        return WorkerLeft(time_ns, connection, message.leave.epoch, message.leave.reason)
+        leave = message.leave
+        return WorkerLeft(time_ns, connection, leave.epoch, leave.reason, leave.leaves_blocks)
     if message.HasField("weights_hashed"):
         hashed = message.weights_hashed
         return WeightsHashed(time_ns, connection, hashed.epoch, hashed.weights_root, hashed.block_kind)

@@ -138,15 +138,18 @@ def test_workers_can_be_autoscaled_without_keda() -> None:
     spec = rendered.get("HorizontalPodAutoscaler", "worker")["spec"]
     assert "replicas" not in rendered.get("Deployment", spec["scaleTargetRef"]["name"])["spec"]
     check_behaviour(spec["behavior"])
-    (metric,) = spec["metrics"]
     rules = yaml.safe_load(rendered.get("ConfigMap", "prometheus")["data"]["adapter-rules.yaml"])["externalRules"]
-    assert metric["external"]["metric"]["name"] in {rule["name"]["as"] for rule in rules}
-    scaled = {item["metadata"]["name"]: item["spec"] for item in render("keda").all("ScaledObject")}["worker"]
-    (trigger,) = scaled["triggers"]
-    assert metric["external"]["target"] == {
-        "type": "AverageValue",
-        "averageValue": int(trigger["metadata"]["threshold"]),
+    assert {metric["external"]["metric"]["name"] for metric in spec["metrics"]} == {
+        rule["name"]["as"] for rule in rules
     }
+    # The number of requests is divided among the workers; a wait has its target whatever their number is.
+    scaled = {item["metadata"]["name"]: item["spec"] for item in render("keda").all("ScaledObject")}["worker"]
+    load, wait = (int(trigger["metadata"]["threshold"]) for trigger in scaled["triggers"])
+    assert [trigger.get("metricType", "AverageValue") for trigger in scaled["triggers"]] == ["AverageValue", "Value"]
+    assert [metric["external"]["target"] for metric in spec["metrics"]] == [
+        {"type": "AverageValue", "averageValue": load},
+        {"type": "Value", "value": wait},
+    ]
     assert (spec["minReplicas"], spec["maxReplicas"]) == (scaled["minReplicaCount"], scaled["maxReplicaCount"])
 
 
@@ -194,10 +197,12 @@ def test_with_roles_keda_scales_prefill_workers_by_waiting_prompts_and_decode_wo
         assert scaled["scaleTargetRef"]["name"] == name
         assert name in rendered.names("Deployment")
         check_behaviour(scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"])
-        (trigger,) = scaled["triggers"]
-        queries[name] = trigger["metadata"]["query"]
-    assert "midstream:num_prompt_tokens_waiting{" in queries["worker"]
-    assert "midstream:num_requests_running{" in queries["worker-decode"]
+        queries[name] = [trigger["metadata"]["query"] for trigger in scaled["triggers"]]
+    tokens, wait = queries["worker"]
+    assert "midstream:num_prompt_tokens_waiting{" in tokens
+    assert "midstream:first_token_wait_seconds{" in wait
+    (running,) = queries["worker-decode"]
+    assert "midstream:num_requests_running{" in running
 
 
 def test_an_inference_service_is_the_router() -> None:

@@ -336,6 +336,16 @@ class ScriptedScheduler(DocumentCalls, scheduler_pb2_grpc.SchedulerServicer):
         self.weights.is_paused = False
         return weights_pb2.ResumeGenerationResponse()
 
+    async def Sleep(self, request: weights_pb2.SleepRequest, context: Any) -> weights_pb2.SleepResponse:  # noqa: N802
+        self.weights_calls.append(request)
+        self.weights.is_sleeping = True
+        return weights_pb2.SleepResponse(num_requests=2)
+
+    async def WakeUp(self, request: weights_pb2.WakeUpRequest, context: Any) -> weights_pb2.WakeUpResponse:  # noqa: N802
+        self.weights_calls.append(request)
+        self.weights.is_sleeping = False
+        return weights_pb2.WakeUpResponse()
+
     async def GetServerInfo(self, request: Any, context: Any) -> loads_pb2.ServerInfo:  # noqa: N802
         return loads_pb2.ServerInfo(scheduler_epoch=7)
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import queue
 import shutil
+import threading
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from gpu_worker.weight_updates import WeightUpdates
+from midstream.config import WorkerConfig
 from midstream.errors import StatusCode
 from midstream.model.folder import open_model_folder
 from midstream.model.weight_tree import hash_weights
@@ -126,3 +134,52 @@ def test_weights_that_it_cannot_use_are_refused_and_change_nothing(
     error = scheduler.receive("weights_prepared").error
     assert "must have another root" in error.message
     assert run_prompt(scheduler, 6) == tokens_of(root / "old")
+
+
+class _Copy:
+    """Weights that are prepared, without any."""
+
+    root = "root"
+    folder = SimpleNamespace(fingerprint="print")
+
+
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_a_prepared_copy_does_not_outlive_the_epoch_of_its_update(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, is_wanted: bool
+) -> None:
+    """A scheduler that dies after its workers have prepared weights will never drop them; only a change that was
+    decided goes on.
+    """
+    may_load, copies, switched = threading.Event(), list[weakref.ref[_Copy]](), queue.Queue[str]()
+
+    def load(*_: object) -> _Copy:
+        may_load.wait(240)
+        copy = _Copy()
+        copies.append(weakref.ref(copy))
+        return copy
+
+    monkeypatch.setattr(WeightUpdates, "_load", load)
+    answers: queue.Queue[worker_pb2.WeightsPrepared] = queue.Queue()
+    updates = WeightUpdates(
+        WorkerConfig(),
+        open_model_folder(str(tiny_folder)),
+        "plain",
+        answer=answers.put,
+        switch=lambda ready: switched.put(ready.version),
+    )
+    if is_wanted:
+        wanted = worker_pb2.SwitchWeights(epoch=1, update=5, path="/new", weights_root="root", weights_version="v2")
+        updates.take(worker_pb2.SchedulerMessage(switch_weights=wanted), 1)
+        updates.begin_epoch()
+        may_load.set()
+        assert switched.get(timeout=240) == "v2"
+        return
+    may_load.set()
+    asked = worker_pb2.PrepareWeights(epoch=1, update=5, path="/new")
+    updates.take(worker_pb2.SchedulerMessage(prepare_weights=asked), 1)
+    assert answers.get(timeout=240).weights_root == "root"
+    updates.begin_epoch()
+    give_up_at = time.monotonic() + 240
+    while copies[0]() is not None:  # the thread may still be about to forget it
+        assert time.monotonic() < give_up_at
+        gc.collect()

@@ -20,8 +20,10 @@ from gpu_worker.model_runner import ModelRunner
 from gpu_worker.worker import memory_usage
 from midstream.model.folder import open_model_folder
 from protos import worker_pb2
+from tests.gpu_worker.endless import STARTED, Endless
 from tests.gpu_worker.scripted_scheduler import PROMPT, ScriptedScheduler, greedy, run_prompt, worker_process
 from tests.gpu_worker.tiny_models import Driver
+from tests.integration.named_processes import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +193,25 @@ def test_sigterm_finishes_current_work_and_exits(tiny_folder: Path) -> None:
     scripted.close()
 
 
+def test_it_hands_over_and_ends_while_a_step_runs(tiny_folder: Path) -> None:
+    """The step is one call of native code, during which Python handles no signals, and does not end."""
+    scripted = ScriptedScheduler()
+    variables = {"MIDSTREAM_LOGITS_POST_PROCESSORS": f"endless={Endless.__module__}:Endless", "PYTHONPATH": str(ROOT)}
+    with worker_process(scripted.address, tiny_folder, variables=variables) as process:
+        scripted.register(epoch=1)
+        run_prompt(scripted, 2)
+        endless = greedy(1, PROMPT)
+        endless.logits_post_processor_name = "endless"
+        fields = {"context_rows": [1], "context_starts": [0], "context_lengths": [7]}
+        scripted.send_step(3, add_sequences=[endless], **fields)
+        assert process.stderr is not None
+        next(line for line in process.stderr if STARTED in line)
+        process.send_signal(signal.SIGTERM)
+        assert scripted.receive("leave").epoch == 1
+        assert process.wait(240) == 0
+    scripted.close()
+
+
 def test_after_it_has_left_nothing_more_is_computed(tiny_folder: Path) -> None:
     scripted = ScriptedScheduler()
     with worker_process(scripted.address, tiny_folder, "--hash-bytes-per-s", "0") as process:
@@ -266,9 +287,42 @@ def test_a_worker_adopts_the_blocks_of_a_dead_one(tiny_folder: Path, tmp_path: P
     scripted.close()
 
 
+def test_a_worker_that_leaves_leaves_its_blocks(tiny_folder: Path, tmp_path: Path) -> None:
+    """The heir can copy them as soon as the scheduler knows that the worker has left, even if it still runs."""
+    flags, prompt = ("--shared-kv-folder", str(tmp_path)), [(7 * place) % 300 + 5 for place in range(40)]
+    variables = {"MIDSTREAM_LOGITS_POST_PROCESSORS": f"endless={Endless.__module__}:Endless", "PYTHONPATH": str(ROOT)}
+    step = {"context_rows": [0], "context_starts": [0], "context_lengths": [40]}
+    first, second = ScriptedScheduler(), ScriptedScheduler()
+    with worker_process(first.address, tiny_folder, *flags, variables=variables) as process:
+        store = first.register(epoch=1).kv_store
+        first.run_step(1, add_sequences=[greedy(0, prompt)], hashed_blocks=[0, 1], block_hashes=[70, 71], **step)
+        wait_for_seals(tmp_path, 2)
+        with worker_process(second.address, tiny_folder, *flags):
+            assert second.register(epoch=2).kv_store == store != ""
+            assert second.run_step(1, adopted_blocks=[9], adopted_hashes=[70]).missing_blocks == [9]
+            process.send_signal(signal.SIGTERM)
+            assert first.receive("leave").leaves_blocks
+            found = second.run_step(2, adopted_blocks=[9, 8, 12], adopted_hashes=[71, 70, 72])
+            assert list(found.missing_blocks) == [12]
+            assert process.wait(240) == 0
+    first.close()
+    second.close()
+
+
+def test_the_last_worker_that_leaves_removes_its_blocks(tiny_folder: Path, tmp_path: Path) -> None:
+    scripted = ScriptedScheduler()
+    with worker_process(scripted.address, tiny_folder, "--shared-kv-folder", str(tmp_path)) as process:
+        scripted.register(epoch=1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(240) == 0
+    assert not list(tmp_path.iterdir())
+    scripted.close()
+
+
 def test_a_wrong_setting_is_named(tiny_folder: Path, tmp_path: Path) -> None:
     for flags, message in (
         (("--device", "tpu"), "device: 'tpu' is not a device"),
+        (("--price-per-hour", "-1"), "price_per_hour: is -1.0; must be from 0 to 1e+09"),
         (("--model", str(tmp_path)), "lacks config.json"),
     ):
         with worker_process("tcp://127.0.0.1:1", tiny_folder, *flags) as process:

@@ -29,7 +29,7 @@ from tests.integration.service import Service, eventually_idle
 
 CONTEXT = 64
 # Calls with which an administrator stops the requests of others; without authentication, a local client is one.
-STOPPING = ("/pause", "/pause_generation", "/abort_requests", "/abort_request")
+STOPPING = ("/pause", "/pause_generation", "/abort_requests", "/abort_request", "/sleep", "/wake_up")
 NUM_REQUESTS = 150
 SCHEMATHESIS_S = 10
 TOOLS = "{% if tools %}Call them within <tool_call></tool_call>: {{ tools | tojson }}\n{% endif %}"

@@ -66,6 +66,23 @@ async def test_vllm_gives_the_mode_in_the_query(
     assert cluster.scheduler.weights_calls[0].mode == mode
 
 
+async def test_workers_sleep_and_wake_up_as_in_vllm(cluster: Cluster) -> None:
+    async with client_of(await cluster.add_router()) as client:
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False}
+        for query in ("", "?level=2&mode=wait"):
+            assert (await client.post(f"/sleep{query}")).status_code == 200
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
+        for query in ("", "?tags=weights", "?tags=weights&tags=kv_cache"):
+            assert (await client.post(f"/wake_up{query}")).status_code == 200
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False}
+        for path in ("/sleep?level=0", "/sleep?level=x", "/sleep?mode=later", "/sleep?depth=1"):
+            assert (await client.post(path)).status_code == 400, path
+    first, second, *wakes = cluster.scheduler.weights_calls
+    assert (first.level, first.mode) == (1, weights_pb2.PAUSE_MODE_KEEP)
+    assert (second.level, second.mode) == (2, weights_pb2.PAUSE_MODE_FINISH)
+    assert [[*wake.tags] for wake in wakes] == [[], ["weights"], ["weights", "kv_cache"]]
+
+
 async def test_all_requests_are_aborted_without_ids(cluster: Cluster) -> None:
     async with client_of(await cluster.add_router()) as client:
         for path, body in (("/abort_requests", {}), ("/abort_request", {"abort_all": True})):
@@ -114,7 +131,7 @@ async def test_only_administrators_may_change_weights(cluster: Cluster, model_pa
     router = await cluster.add_router(authenticator=Authenticator(tokens=TokenFile(str(tokens))))
     for key, status in (("token-of-a-user-here", 403), ("token-of-an-admin-here", 200)):
         async with client_of(router, headers={"authorization": f"Bearer {key}"}) as client:
-            for path in ("/pause", "/resume"):
+            for path in ("/pause", "/resume", "/sleep", "/wake_up"):
                 assert (await client.post(path)).status_code == status
             assert (
                 await client.post("/update_weights_from_disk", json={"model_path": model_path})

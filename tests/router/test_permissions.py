@@ -59,7 +59,7 @@ def test_contents_and_adapters_are_for_admins_and_loads_for_observers() -> None:
     def only(role: Role) -> set[str]:
         return {name.rpartition("/")[2] for name, roles in _GRPC.items() if roles == {role}}
 
-    weights = {"UpdateWeights", "PauseGeneration", "ResumeGeneration"}
+    weights = {"UpdateWeights", "PauseGeneration", "ResumeGeneration", "Sleep", "WakeUp"}
     assert only(Role.ADMIN) == {"LoadLora", "UnloadLora", "SubscribeKvEvents", "GetKvEventSources"} | weights
     loads = {"GetServerInfo", "GetLoads", "GetIterationStats", "GetStatus", "GetLoad", "ModelStatistics"}
     assert only(Role.OBSERVE) == loads

@@ -126,6 +126,9 @@ class Harness:
             kv_source=more.pop("kv_source", ""),
             num_micro_batches=more.pop("num_micro_batches", 1),
             block_kind=more.pop("block_kind", ""),
+            price_per_hour=more.pop("price_per_hour", 0.0),
+            sleep_level=more.pop("sleep_level", 0),
+            features=more.pop("features", ()),
         )
         assert not more, more
         model = FakeModel(
@@ -289,7 +292,8 @@ class Harness:
         """Advance until the first held-off group is eligible again; return False if no group is held off or no request
         waits.
         """
-        held = [group.standing.held_until_ns for group in self.core.groups if group.is_held_off]
+        groups = (group for group in self.core.groups if group.is_held_off and not group.is_changing)
+        held = [group.standing.held_until_ns for group in groups]
         if not held or not len(self.core.queue):
             return False
         self.wait_until(min(held))
@@ -315,10 +319,13 @@ class Harness:
         self.handle(WorkerLost(self.now_ns, group.registration.connection))
         self.turn()
 
-    def leave(self, name: str) -> None:
+    def leave(self, name: str, *, leaves_blocks: bool = False) -> None:
         """Shut a worker down in an orderly way."""
         group = self.groups.pop(name)
-        self.handle(WorkerLeft(self.now_ns, group.registration.connection, group.epoch))
+        if leaves_blocks:
+            group.leave_blocks()
+        link = group.registration.connection
+        self.handle(WorkerLeft(self.now_ns, link, group.epoch, leaves_blocks=leaves_blocks))
 
     def group(self, name: str = "g") -> WorkerGroup:
         """Return the core's object for a group."""

@@ -43,6 +43,24 @@ def test_full_blocks_are_adopted_and_the_rest_is_computed() -> None:
     harness.check_is_empty()
 
 
+def test_blocks_that_a_worker_leaves_are_adopted() -> None:
+    harness = decoding()
+    heir = harness.groups["h"]
+    harness.leave("g", leaves_blocks=True)
+    harness.run()
+    assert heir.num_adopted == 3
+    assert harness.ended == {"a": FinishReason.LENGTH}
+    harness.check_is_empty()
+
+
+def test_blocks_that_a_worker_takes_with_it_are_computed() -> None:
+    harness = decoding()
+    harness.leave("g")
+    harness.run()
+    assert harness.groups["h"].num_adopted == 0
+    assert harness.ended == {"a": FinishReason.LENGTH}
+
+
 def test_neighbours_continue_in_a_step_that_adopts_blocks() -> None:
     harness = decoding()
     harness.submit("b", 6, 12)

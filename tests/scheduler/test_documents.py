@@ -6,6 +6,7 @@ import contextlib
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -229,3 +230,25 @@ async def test_a_file_that_is_not_a_database_is_set_aside(tmp_path: Path, hand: 
     async with opened(SqliteDocuments(path), hand) as documents:
         assert await documents.put(KEY, b"kept") is not None
     assert path.with_name("documents.damaged").read_bytes().startswith(b"nonsense")
+
+
+async def test_a_write_whose_answer_is_lost_is_found(make: Make, hand: Hand, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make()
+    put = store.put
+
+    def lose(*arguments: Any) -> None:
+        put(*arguments)
+        raise UnavailableError("the connection was lost")
+
+    def fail(*_: Any) -> None:
+        raise UnavailableError("the connection was lost")
+
+    async with opened(store, hand) as documents:
+        monkeypatch.setattr(store, "put", lose)
+        await documents.put_surely(KEY, b"new")
+        found = await documents.get(KEY)
+        assert found is not None
+        assert found.data == b"new"
+        monkeypatch.setattr(store, "put", fail)
+        with pytest.raises(UnavailableError):
+            await documents.put_surely(KEY, b"newer")

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 from protos import journal_pb2
 from scheduler.core.effects import EpochEnded, KindSet
-from scheduler.core.events import GenerationPaused, GenerationResumed, Recovered, WeightsChanged, WeightsHashed
+from scheduler.core.events import (
+    AbortRequested,
+    GenerationPaused,
+    GenerationResumed,
+    Recovered,
+    WeightsChanged,
+    WeightsHashed,
+)
 from scheduler.core.failure import UNAVAILABLE
 from scheduler.core.kind import EarlierKind, Kind
 from scheduler.core.pause_mode import PauseMode
@@ -21,7 +29,8 @@ NEXT = Kind("next", "root-next", "plain", "", "step-3")
 
 
 def change(harness: Harness, kind: Kind) -> None:
-    harness.handle(WeightsChanged(harness.now_ns, kind.model_fingerprint, kind.weights_root))
+    event = WeightsChanged(harness.now_ns, kind.model_fingerprint, kind.weights_root, kind.weights_version)
+    harness.handle(event)
 
 
 def started(*names: str) -> Harness:
@@ -285,3 +294,30 @@ def test_requests_may_be_aborted_by_a_pause() -> None:
     resume(harness)
     harness.run()
     assert harness.ended["t"] is FinishReason.LENGTH
+
+
+def test_groups_that_have_the_weights_already_take_their_new_name() -> None:
+    """An update to the folder with which the workers were started, or to the same weights under another name."""
+    harness = Harness(model_fingerprint="old")
+    harness.add_group("a", kind=OLD)
+    change(harness, replace(OLD, weights_version="step-0"))
+    assert harness.group("a").kind.weights_version == "step-0"
+    harness.submit("r", [5, 6, 7], 6)
+    harness.run()
+    assert request_of(harness).known_kind.weights_version == "step-0"
+    # The worker itself knows no name, or an earlier one.
+    for name in ("", "step-9"):
+        harness.add_group("a", kind=replace(OLD, weights_version=name))
+        assert harness.group("a").kind.weights_version == "step-0"
+    harness.add_group("b", kind=NEW)
+    assert harness.group("b").is_outdated
+    assert harness.group("b").kind.weights_version == "step-2"
+
+
+def test_requests_that_end_while_they_are_held_back_are_forgotten() -> None:
+    harness = started("a")
+    pause(harness, PauseMode.FINISH)
+    for number in range(1000):
+        harness.submit(f"held-{number}", [5, 6, 7], 6)
+        harness.handle(AbortRequested(harness.now_ns, f"held-{number}"))
+    assert harness.core.pauses.num_held < 200

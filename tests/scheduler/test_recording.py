@@ -23,6 +23,7 @@ from scheduler.core.events import (
     GenerationPaused,
     GenerationResumed,
     Recovered,
+    SleepSet,
     StepDone,
     StopWordFound,
     Submitted,
@@ -88,14 +89,15 @@ EVENTS: list[Event] = [
     WorkerRegistered(7, b"w", "w", 1, KIND, 16, 100, 1000, 500, 8, 64, 1, 2, "cpu", "bf16", ("x", "y")),
     WeightsHashed(8, b"w", 70, "root", "blocks"),
     WorkerBeat(8, b"w", 70, 3, (1, 2, 3)),
-    WorkerLeft(9, b"w", 70, "done"),
+    WorkerLeft(9, b"w", 70, "done", leaves_blocks=True),
     WorkerLost(9, b"w"),
     StepDone(10, b"w", 70, 4, [5, 6], [1, 1], ((0, Failure(3, "bad", "field")),), (), 8, 9, 4, 2),
     Turn(11),
     DrainStarted(12),
-    WeightsChanged(13, "print", "root"),
+    WeightsChanged(13, "print", "root", "step-1"),
     GenerationPaused(14, PauseMode.RECOMPUTE),
     GenerationResumed(15),
+    SleepSet(16, 2, is_held=True),
 ]
 
 

@@ -87,6 +87,9 @@ def test_valid_messages_are_accepted(message: worker_pb2.WorkerMessage) -> None:
         (registration(max_loras=(1 << 32) - 1), "max_loras"),
         (registration(num_micro_batches=(1 << 32) - 1), "num_micro_batches"),
         (registration(block_bytes=(1 << 64) - 1), "block_bytes"),
+        (registration(price_per_hour=-1), "price_per_hour"),
+        (registration(price_per_hour=math.nan), "price_per_hour"),
+        (registration(price_per_hour=math.inf), "price_per_hour"),
         (registration(lora_cache_bytes=(1 << 64) - 1), "lora_cache_bytes"),
         (
             worker_pb2.WorkerMessage(

@@ -26,24 +26,43 @@ def worker_killed_in_decode(dice: random.Random) -> Scenario:
     return Scenario(jobs=jobs(dice, 3), inject=inject)
 
 
+def _name_of_worker(simulation: RunningSimulation, request_id: str, num_tokens: int) -> str:
+    """Return the worker that runs a request and has given this number of its tokens, or an empty text."""
+    for group in simulation.groups():
+        if any(item.request_id == request_id and item.num_output_tokens >= num_tokens for item in group.active):
+            return group.group_id
+    return ""
+
+
 @scenario(2)
 def worker_terminated(dice: random.Random) -> Scenario:
-    """SIGTERM a worker: it finishes its steps and leaves, and no death is counted."""
-    name = f"worker-{dice.randrange(2)}"
+    """SIGTERM a worker: it leaves, its blocks are adopted, and no death is counted."""
+    num_tokens = dice.randint(20, 60)
+    work = [*jobs(dice, 2), Job(long_request(dice, 2, dice.randint(40, 90), num_tokens))]
+    after = dice.randrange(num_tokens - 5)
 
     async def inject(simulation: RunningSimulation) -> None:
-        if await simulation.at(lambda: simulation.is_decoding(name), lambda: simulation.process(name).terminate()):
+        def victim() -> str:
+            return _name_of_worker(simulation, "r2", after)
+
+        terminated = list[str]()
+
+        def terminate() -> None:
+            terminated.append(victim())
+            simulation.process(terminated[0]).terminate()
+
+        if await simulation.at(lambda: bool(victim()), terminate):
             simulation.happened["2"] += 1
-            process = simulation.process(name)
+            process = simulation.process(terminated[0])
             if await simulation.until(lambda: process.is_dead, 5, "the worker exits") and process.exit_code != 0:
                 simulation.problems.append(f"the worker exits with status {process.exit_code}")
-            await simulation.restart(name)
+            await simulation.restart(terminated[0])
 
     def judge(simulation: RunningSimulation) -> None:
         if simulation.checker.num_deaths:
             simulation.problems.append("a worker that shut down counts as dead")
 
-    return Scenario(jobs=jobs(dice, 3), inject=inject, judge=judge)
+    return Scenario(jobs=work, inject=inject, judge=judge)
 
 
 @scenario(3)

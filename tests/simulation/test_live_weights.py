@@ -86,11 +86,7 @@ def live(dice: random.Random) -> Scenario:
             happened["updated"] += 1
 
         for number in range(1, dice.randint(2, 5)):
-            calls: list[Any] = [functools.partial(change, number=number, on_update="recompute")]
-            if dice.random() < 0.4:
-                mode = dice.choice(("keep", "recompute"))
-                calls.insert(0, functools.partial(_pause, mode=mode))
-                calls.append(lambda client: client.resume_generation())
+            calls = _calls(dice, functools.partial(change, number=number, on_update="recompute"))
             main: Any = functools.partial(administer, *calls)
             cluster.run(f"admin-{number}", main)
             for _ in range(dice.randint(0, 2)):
@@ -101,7 +97,7 @@ def live(dice: random.Random) -> Scenario:
             await simulation.sleep(0.2, 0.6)
         # A pause whose end was lost with a router would last forever.
         await simulation.until(lambda: not cluster.alive("admin"), 60, "the administration ends")
-        cluster.run("admin-last", lambda: administer(lambda client: client.resume_generation()))
+        cluster.run("admin-last", lambda: administer(lambda client: client.resume_generation(), _wake))
 
     def judge(simulation: RunningSimulation) -> None:
         jobs = [job for job in simulation.jobs if isinstance(job, LiveJob) and job.final is not None]
@@ -110,8 +106,29 @@ def live(dice: random.Random) -> Scenario:
     return Scenario("live weights", shape, work, inject, judge)
 
 
+def _calls(dice: random.Random, change: Any) -> list[Any]:
+    """Return the calls of an administrator: a change, perhaps during a pause, and perhaps a sleep after it."""
+    calls = [change]
+    if dice.random() < 0.4:
+        mode = dice.choice(("keep", "recompute"))
+        calls = [functools.partial(_pause, mode=mode), change, lambda client: client.resume_generation()]
+    if dice.random() < 0.4:
+        calls.append(functools.partial(_sleep, level=dice.randint(1, 2)))
+        if dice.random() < 0.8:  # otherwise the workers sleep until the end
+            calls.append(_wake)
+    return calls
+
+
 async def _pause(client: AsyncClient, mode: Any) -> None:
     await client.pause_generation(mode)
+
+
+async def _sleep(client: AsyncClient, level: Any) -> None:
+    await client.sleep(level)
+
+
+async def _wake(client: AsyncClient) -> None:
+    await client.wake_up()
 
 
 def test_every_token_is_of_the_version_that_its_stream_names() -> None:
@@ -121,8 +138,36 @@ def test_every_token_is_of_the_version_that_its_stream_names() -> None:
     assert not failed, "\n".join(map(describe, failed))
     for outcome in outcomes:
         happened.update(outcome.happened)
-    for name in ("swapped", "updated", "changed weights"):
+    for name in ("swapped", "updated", "changed weights", "slept", "woke up"):
         assert happened[name] > NUM_SEEDS / 4, happened
+
+
+def unloading(dice: random.Random) -> Scenario:
+    """Let requests come one after another, each after the workers have been unloaded, and kill parts meanwhile."""
+    work: list[Job] = [
+        Job(long_request(dice, number, dice.randint(3, 30), dice.randint(5, 40)), start_s=2.0 * number)
+        for number in range(4)
+    ]
+    shape = Shape(num_workers=2, step_s=0.01, scheduler={"unload_after": dice.uniform(0.2, 0.8)})
+
+    async def inject(simulation: RunningSimulation) -> None:
+        for _ in range(dice.randint(0, 3)):
+            await simulation.sleep(0.3, 2.0)
+            name = dice.choice(("worker-0", "worker-1", "scheduler"))
+            simulation.kill(name)
+            await simulation.restart(name, 0.05, 0.4)
+
+    return Scenario("unloading", shape, work, inject)
+
+
+def test_unloaded_workers_are_woken_by_the_next_request() -> None:
+    happened = Counter[str]()
+    outcomes = [run_seed(seed, make=unloading) for seed in range(NUM_SEEDS)]
+    failed = [outcome for outcome in outcomes if outcome.problems]
+    assert not failed, "\n".join(map(describe, failed))
+    for outcome in outcomes:
+        happened.update(outcome.happened)
+    assert min(happened["slept"], happened["woke up"]) > NUM_SEEDS, happened
 
 
 @pytest.mark.parametrize("seed", [3, 4])

@@ -22,7 +22,7 @@ FAULTS = (
     *("disk full", "disk failed write", "disk failed sync", "disk torn", "power cut"),
     *("0 kill", "0 terminate", "0 freeze", "0 part", "0 cut", "0 jump", "0 lie", "0 power", "0 disk"),
     "frames blocked",
-    *("adopted fetched", "adopted left", "adopted stored"),
+    *("adopted fetched", "adopted left", "adopted left by a live process", "adopted stored"),
 )
 
 

@@ -9,7 +9,6 @@ import functools
 import inspect
 import queue
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,8 @@ from gpu_worker.kv.kept_blocks import KeptBlocks
 from gpu_worker.kv.tiers import StoreChanges
 from gpu_worker.kv.transfer import Fetched
 from gpu_worker.scheduler_link.link import EpochStarted, SchedulerLink, Stopped, WaitingStep, Work
+from gpu_worker.scheduler_link.link import Pool as LinkPool
+from gpu_worker.sleep import SleepOrdered, registration_asleep
 from gpu_worker.weight_updates import WeightsReady
 from midstream.errors import ExecutionError
 from midstream.telemetry import Metrics
@@ -51,12 +52,14 @@ class Host:
         others: The store and the tier of each other kind of workers.
         tier: Slots of stored blocks by hash, the most recently used ones last; None if there are no tiers.
         pools: Sources of fetched blocks.
+        leaving: Processes that have left their blocks to others, and have not ended.
         happened: How often each event occurred.
     """
 
     store: Store | None = None
     tier: dict[int, list[int]] | None = None
     pools: Pools = field(default_factory=dict)
+    leaving: list[Process] = field(default_factory=list)
     happened: Counter[str] = field(default_factory=Counter)
     others: dict[int, Host] = field(default_factory=dict)
 
@@ -198,7 +201,7 @@ class SimulatedLink(SchedulerLink):
         self._dealer = dealer  # type: ignore[assignment]
         while self._turn(dealer, dealer.monitor, Poller(dealer.monitor)):  # type: ignore[arg-type]
             self.has_work.set()
-            await self._changed.wait(max(self._next_send - time.monotonic(), 0.001))
+            await self._changed.wait(max(self._wait_s(), 0.001))
         self.has_work.set()
 
     def _wake(self) -> None:
@@ -263,21 +266,23 @@ class SimulatedWorker:
             max_num_tokens=256,
             world_size=1,
             device="simulated",
-            features=("log_probs", "min_tokens"),
+            features=("log_probs", "min_tokens", "sleep"),
             protocol_version=1,
             block_bytes=_BLOCK_BYTES,
             role=role,
             kv_source=f"at {name}" if role == "prefill" else "",
             num_micro_batches=1 + incarnation % 2 if has_stages else 1,
         )
-        self._prepared, self._switched = set[int](), set[int]()
+        # The update whose weights were loaded last or are being loaded, and the one whose weights are ready; 0 if none.
+        self._loading = self._loaded = 0
         kept = self._take_weights(kind)
         self.link = SimulatedLink(network, address, self._register, kept, self._fetcher, self._tiers)
         self.link.on_weights = self._handle_weights
+        self.link.leave_blocks = self._leave_blocks
 
     def _take_weights(self, kind: int) -> KeptBlocks:
         """Start with an empty pool for a model of this kind."""
-        host, register = self._whole_host.of_kind(kind), self._register
+        host, register, self._number = self._whole_host.of_kind(kind), self._register, kind
         register.block_kind = str(kind)
         register.kv_store = "" if host.store is None else f"host {kind}"
         register.tier_store = "" if host.tier is None else f"tiers {kind}"
@@ -293,20 +298,27 @@ class SimulatedWorker:
         self._store.append(pool)
         return KeptBlocks(hashes, None if self._tiers is None else self._tiers.offer)
 
+    def _leave_blocks(self) -> bool:
+        self._host.leaving.append(self.process)
+        return self._host.store is not None
+
     def _handle_weights(self, message: worker_pb2.SchedulerMessage, epoch: int) -> None:
         """Load the weights that a path such as /weights/3 names, as WeightUpdates does."""
         if message.HasField("prepare_weights") and message.prepare_weights.epoch == epoch:
+            self._loading, self._loaded = message.prepare_weights.update, 0
             asyncio.create_task(self._prepare(message.prepare_weights), name="prepare")  # noqa: RUF006 (its process holds it)
         elif message.HasField("switch_weights") and message.switch_weights.epoch == epoch:
             switch = message.switch_weights
-            if switch.update in self._prepared:
+            if switch.update == self._loaded:
                 self._begin_switch(switch)
-            else:
+            elif switch.update != self._loading:
+                self._loading, self._loaded = switch.update, 0
                 asyncio.create_task(self._switch(switch), name="switch")  # noqa: RUF006 (its process holds it)
 
     async def _prepare(self, prepare: worker_pb2.PrepareWeights) -> None:
         await asyncio.sleep(self._network.dice.uniform(0, 0.3))
-        self._prepared.add(prepare.update)
+        if self._loading == prepare.update:
+            self._loaded = prepare.update
         number = int(prepare.path.rpartition("/")[2])
         found = worker_pb2.WeightsPrepared(
             epoch=prepare.epoch,
@@ -317,15 +329,14 @@ class SimulatedWorker:
         self.link.answer_weights(found)
 
     async def _switch(self, switch: worker_pb2.SwitchWeights) -> None:
-        self._prepared.add(switch.update)
         await asyncio.sleep(self._network.dice.uniform(0, 0.3))
-        self._begin_switch(switch)
+        if self._loading == switch.update:
+            self._begin_switch(switch)
 
     def _begin_switch(self, switch: worker_pb2.SwitchWeights) -> None:
-        if switch.update not in self._switched:
-            self._switched.add(switch.update)
-            self.link.switch_weights(WeightsReady(switch, switch.weights_version))  # type: ignore[arg-type]
-            self.link.has_work.set()
+        self._loading = self._loaded = 0
+        self.link.interrupt(WeightsReady(switch, switch.weights_version))  # type: ignore[arg-type]
+        self.link.has_work.set()
 
     async def _change_weights(self, switch: worker_pb2.SwitchWeights) -> None:
         self._network.note(f"{self.process!r} changes its weights to {switch.path}")
@@ -334,10 +345,28 @@ class SimulatedWorker:
         await asyncio.sleep(self._network.dice.uniform(0, 0.1))
         number = int(switch.path.rpartition("/")[2])
         kept = self._take_weights(number)
+        self._register.sleep_level = 0
         kind = self._register.kind
         kind.model_fingerprint, kind.weights_root = f"weights {number}", switch.weights_root
         kind.weights_version = switch.weights_version
-        self.link.resume(self._register, Mock(answers=()), kept, self._tiers, self._fetcher)  # type: ignore[arg-type]
+        pool = LinkPool(Mock(answers=()), kept, self._tiers, self._fetcher)  # type: ignore[arg-type]
+        self.link.resume(self._register, pool)
+
+    async def _set_sleep(self, level: int) -> None:
+        self._network.note(f"{self.process!r} gets the sleep level {level}")
+        if not level and not self._register.sleep_level:
+            self.link.resume_unchanged()
+            return
+        self.link.suspend("it sleeps or wakes up")
+        self._host.happened["slept" if level else "woke up"] += 1
+        await asyncio.sleep(self._network.dice.uniform(0, 0.1 if level else 0.5))
+        kept = self._take_weights(self._number)
+        self._register.sleep_level = level
+        if level:
+            self.link.resume(registration_asleep(self._register, level))
+            return
+        pool = LinkPool(Mock(answers=()), kept, self._tiers, self._fetcher)  # type: ignore[arg-type]
+        self.link.resume(self._register, pool)
 
     async def run(self) -> int:
         """Serve until SIGTERM or a rejection; return the exit code."""
@@ -353,6 +382,8 @@ class SimulatedWorker:
                 self.model.clear()
             elif isinstance(work, WeightsReady):
                 await self._change_weights(work.weights)  # type: ignore[arg-type]
+            elif isinstance(work, SleepOrdered):
+                await self._set_sleep(work.level)
             else:
                 assert isinstance(work, Stopped)
                 # The wait stands in for the socket's linger time, in which it sends its remaining messages.
@@ -420,4 +451,6 @@ class SimulatedWorker:
             (places,) = np.nonzero(hashes == value)
             if process.is_dead and len(places):
                 return "left", list(slots[places[0]])
+            if process in self._host.leaving and len(places):
+                return "left by a live process", list(slots[places[0]])
         return "stored", None if self._tiers is None else self._tiers.get(value)

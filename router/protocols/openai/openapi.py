@@ -236,6 +236,14 @@ def _weights_paths() -> Part:
         _query("mode", {"enum": [*VLLM_MODES]}, "What happens to running requests; by default abort."),
         _query("clear_cache", {"enum": ["true", "false"]}, "Has no effect: cached blocks belong to a version."),
     )
+    sleep = _get("Let workers give their memory back, as vLLM does.") | _with(
+        _query("level", {"enum": ["1", "2"]}, "2 also drops the weights' files from the page cache; by default 1."),
+        _query("mode", {"enum": [*VLLM_MODES]}, "What happens to running requests; by default keep: they continue."),
+    )
+    tags = "`weights` and `kv_cache`, repeatable; by default both. No step runs before `kv_cache`."
+    wake = _get("Wake workers up, as vLLM does.") | _with(
+        _query("tags", {"type": "array", "items": {"enum": ["weights", "kv_cache"]}}, tags),
+    )
     return {
         "/pause": {"post": pause},
         "/resume": {"post": _get("Resume generation.")},
@@ -243,7 +251,9 @@ def _weights_paths() -> Part:
         "/abort_requests": {"post": _post("Abort requests; all of them without ids.", {"request_ids": _ANY_TEXTS}, [])},
         "/reset_prefix_cache": {"post": _get(flush, "text/plain")},
         "/weight_info": {"get": _get(version)},
-        "/is_sleeping": {"get": _get("Always false: workers do not sleep.")},
+        "/sleep": {"post": sleep},
+        "/wake_up": {"post": wake},
+        "/is_sleeping": {"get": _get("Whether no step runs until /wake_up, in every cell.")},
         "/pause_generation": {"post": _post("Pause generation, as SGLang does.", {"mode": sglang_modes}, [])},
         "/continue_generation": {"post": _get("Resume generation.")},
         "/update_weights_from_disk": {

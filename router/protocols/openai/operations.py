@@ -139,6 +139,8 @@ OPERATIONS = {
     "post /abort_requests": Operation("Weights", "", {"request_ids": ["REQUEST_ID"]}),
     "post /reset_prefix_cache": Operation("Weights", "Cached blocks belong to the version that computed them."),
     "get /weight_info": Operation("Weights", "`default` until the weights are changed."),
+    "post /sleep": Operation("Weights", "Returns when the workers sleep. Requests wait and continue afterwards."),
+    "post /wake_up": Operation("Weights", "Returns when the workers are ready."),
     "get /is_sleeping": Operation("Weights"),
     "post /pause_generation": Operation("Weights", "Returns when no step runs.", {"mode": "retract"}),
     "post /continue_generation": Operation("Weights"),

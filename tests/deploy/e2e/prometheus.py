@@ -28,7 +28,6 @@ _VARIABLES = {
     "$__range": "5m",
     "$namespace": ".*",
     "$client": ".*",
-    "$price": "1",
 }
 
 

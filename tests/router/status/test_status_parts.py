@@ -111,6 +111,12 @@ def test_a_worker_that_changes_its_weights_is_degraded() -> None:
     assert (part.state, part.detail) == (Part.DEGRADED, "changes its weights")
 
 
+def test_a_worker_that_sleeps_has_no_fault() -> None:
+    group = status_pb2.GroupStatus(group_id="w", is_asleep=True)
+    (part,) = [part for part in cell_parts(status_pb2.CellStatus(groups=[group])) if part.kind == "worker"]
+    assert (part.state, part.detail) == (Part.SERVING, "sleeps")
+
+
 def test_a_worker_in_backoff_reports_why() -> None:
     group = status_pb2.GroupStatus(group_id="w", held_off_ms=8_000, last_fault="wrong result")
     (part,) = [part for part in cell_parts(status_pb2.CellStatus(groups=[group])) if part.kind == "worker"]
