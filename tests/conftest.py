@@ -42,6 +42,7 @@ _SHARING = (
     "mixture",
     "pressure",
     "roles",
+    "shadow_runs",
     "service",
     "tracing",
 )

@@ -26,7 +26,7 @@ _SAMPLING = (
 )
 
 
-def add_connection(parser: argparse.ArgumentParser) -> None:
+def add_connection(parser: argparse._ActionsContainer) -> None:
     """Add the flags that select the service."""
     parser.add_argument(
         "--address",

@@ -22,7 +22,7 @@ class Credentials(TypedDict):
     token: str
 
 
-def add_credentials(parser: argparse.ArgumentParser) -> None:
+def add_credentials(parser: argparse._ActionsContainer) -> None:
     """Add the credential flags; their defaults come from the variables that services use."""
     parser.add_argument("--tls", action=argparse.BooleanOptionalAction, default=None, help="Use TLS. [MIDSTREAM_TLS]")
     for name, text in (

@@ -47,7 +47,7 @@ _TOPOLOGY = {
 MODEL_HELP = "Folder, .gguf file, or name on the Hugging Face Hub (ORG/NAME)."
 
 
-def add_run_dir(parser: argparse.ArgumentParser) -> None:
+def add_run_dir(parser: argparse._ActionsContainer) -> None:
     default = default_run_dir()
     parser.add_argument(
         "--run-dir",

@@ -12,7 +12,7 @@ import asyncio
 import enum
 import hashlib
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from midstream.chunk import finish_reason_from_proto
@@ -189,8 +189,8 @@ class Auditor:
 
     async def _run(self, evidence: Evidence, statement: Statement) -> Result:
         outputs = evidence.outputs or []
-        request = again(evidence.request, statement)
-        if _can_expect(request):
+        request = again(evidence.request, statement.body.sequences)
+        if can_expect(request):
             expect(request, outputs)
             try:
                 return await self._client.stream(request).result()
@@ -208,7 +208,7 @@ class Auditor:
         for index, (tokens, sequence) in enumerate(zip(outputs, body.sequences, strict=True)):
             found = result.sequences[index].token_ids if index < len(result.sequences) else []
             end = sequence.kind_changed_at if sequence.HasField("kind_changed_at") else len(tokens)
-            place = _first_difference(tokens[:end], found)
+            place = first_difference(tokens[:end], found)
             if place is None and end == len(tokens) and sequence.finish_reason in _STOPPED and len(found) > len(tokens):
                 place = len(tokens)
             if place is not None:
@@ -228,7 +228,7 @@ class Auditor:
     ) -> Finding:
         """Compute the tokens of the later model `place` again, each sequence from the tokens before them."""
         body = statement.body
-        request = again(evidence.request, statement)
+        request = again(evidence.request, statement.body.sequences)
         if request.sampling.beam_width > 1 or request.HasField("prompt_tuning"):
             return unchecked("the service has the weights of only a part of it, which cannot be computed alone")
         for index, (tokens, sequence) in enumerate(zip(evidence.outputs or [], body.sequences, strict=True)):
@@ -236,7 +236,7 @@ class Auditor:
             start, end = sequence.kind_ends[place], ends[0]
             if start >= end:
                 continue
-            request = again(evidence.request, statement)
+            request = again(evidence.request, statement.body.sequences)
             request.token_ids.values.extend(tokens[:start])
             request.sampling.num_return_sequences = 1
             request.continuation.num_output_tokens, request.continuation.sequence_index = start, index
@@ -246,7 +246,7 @@ class Auditor:
             except MidstreamError as error:
                 return unchecked(f"the service cannot compute a part of it: {error}")
             found = result.sequences[0].token_ids
-            different = _first_difference(tokens[start:end], found)
+            different = first_difference(tokens[start:end], found)
             if different is not None:
                 head = body.request_id, Verdict.DIFFERS, body.finished_unix_ns, body.error_code
                 checked = *unchecked("").checked, "recomputation"
@@ -277,7 +277,7 @@ class Auditor:
         """Return by how much `found` is more likely than `expected` after these tokens."""
         if expected is None or found is None:
             return None
-        request = again(contents, statement)
+        request = again(contents, statement.body.sequences)
         if request.sampling.beam_width > 1 or request.HasField("prompt_tuning"):
             return None
         request.token_ids.values.extend(before)
@@ -300,8 +300,8 @@ _REST_IS_PROVED = "other weights, or workers of another kind, computed a part of
 _NO_ROWS = LogProbs((), 0, (), (), ())
 
 
-def again(contents: bytes, statement: Statement) -> pb.GenerateRequest:
-    """Return the request that computes an answer again, from the canonical request."""
+def again(contents: bytes, sequences: Sequence[receipts_pb2.ReceiptSequence]) -> pb.GenerateRequest:
+    """Return the request that computes an answer again, from the canonical request and the receipt's sequences."""
     request = pb.GenerateRequest.FromString(contents)
     request.ClearField("client_id")
     request.ClearField("detached")
@@ -318,9 +318,9 @@ def again(contents: bytes, statement: Statement) -> pb.GenerateRequest:
     request.output.exclude_input_from_output = True
     request.output.return_all_generated_tokens = False
     request.output.return_perf_metrics = False
-    reasons = {sequence.finish_reason for sequence in statement.body.sequences}
+    reasons = {sequence.finish_reason for sequence in sequences}
     if not reasons <= set(_STOPPED):  # it was aborted, failed or ran out of time
-        request.max_tokens = max(sequence.num_tokens for sequence in statement.body.sequences)
+        request.max_tokens = max(sequence.num_tokens for sequence in sequences)
     return request
 
 
@@ -344,7 +344,7 @@ def _ends_differ(statement: Statement, result: Result) -> str:
     return ""
 
 
-def _can_expect(request: pb.GenerateRequest) -> bool:
+def can_expect(request: pb.GenerateRequest) -> bool:
     output = request.output
     return not (
         request.sampling.beam_width > 1
@@ -355,7 +355,7 @@ def _can_expect(request: pb.GenerateRequest) -> bool:
     )
 
 
-def _first_difference(expected: list[int], found: list[int]) -> int | None:
+def first_difference(expected: list[int], found: list[int]) -> int | None:
     for place, token in enumerate(expected):
         if place >= len(found) or found[place] != token:
             return place

@@ -143,7 +143,7 @@ def continued(
     Args:
         contents: The canonical request.
     """
-    request = again(contents, statement)
+    request = again(contents, statement.body.sequences)
     if request.sampling.beam_width > 1:
         raise UnsupportedError("a beam search has no state at a single token", field="request_id")
     request.token_ids.values.extend(before)

@@ -27,6 +27,7 @@ from scheduler.core.effects import Effect, IterationDone, RequestEnded, StepPlan
 from scheduler.core.events import Event, StepDone
 from scheduler.core.micro_batch_scheduler import MICRO_BATCH_SCHEDULERS
 from scheduler.plugins import load_scheduler
+from scheduler.replay import shadow_run
 from scheduler.replay.changes import Changes, Kill
 from scheduler.replay.measures import Measures, plot, table
 from scheduler.replay.objectives import Objective, objectives_table
@@ -162,13 +163,13 @@ def main(words: Sequence[str] | None = None) -> int:
 
     Returns:
         1 if there is a difference, 2 if the file is not a recording or an argument does not fit it, 3 if the run with
-        all changes misses an objective.
+        all changes, or the candidate, misses an objective.
     """
     parser = argparse.ArgumentParser(
         allow_abbrev=False, prog="midstream replay", description="Replay a recorded scheduler core."
     )
     parser.add_argument(
-        "file", type=Path, metavar="FILE", help="A recording made by `python -m scheduler --record FILE`."
+        "file", type=Path, metavar="FILE", help="A recording made by `midstream scheduler --record FILE`."
     )
     parser.add_argument("--policy", choices=sorted(CAPACITY_SCHEDULERS), help="Simulate another capacity policy.")
     parser.add_argument(
@@ -197,9 +198,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--at-token", type=int, default=0, metavar="N", help="With --request: the token's index. [0]")
     parser.add_argument("--sequence", type=int, default=0, metavar="I", help="With --request: the sequence. [0]")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="Plot the run over time to a PNG or SVG file.")
+    shadow_run.add_arguments(parser)
     arguments = parser.parse_args(words)
     try:
-        return _run(arguments)
+        return shadow_run.run(arguments) if arguments.shadow else _run(arguments)
     except MidstreamError as error:
         print(f"midstream replay: {error}", file=sys.stderr)
         return 2
