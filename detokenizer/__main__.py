@@ -70,8 +70,12 @@ async def serve(config: DetokenizerConfig) -> None:
     detokenizer_pb2_grpc.add_DetokenizerServicer_to_server(servicer, server.grpc)
     frames_pb2_grpc.add_FramesServicer_to_server(frames, server.grpc)
     http = HttpServer(config.host, config.http_port, metrics, progress.problems)
-    feeding = asyncio.create_task(pool.run(), name="the loop of token feeds")
-    server.depend_on(feeding)
+    tasks = (
+        asyncio.create_task(pool.run(), name="the loop of token feeds"),
+        asyncio.create_task(servicer.keep_reporting(), name="the loop of progress reports"),
+    )
+    for task in tasks:
+        server.depend_on(task)
     await frames.start()
     await server.start()
     http.start()
@@ -84,8 +88,9 @@ async def serve(config: DetokenizerConfig) -> None:
         await server.run_until_signal(drain=drain, drain_timeout_s=config.drain_timeout_s)
     finally:
         await frames.close()
-        feeding.cancel()
-        await asyncio.wait((feeding,))
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
         http.stop()
         if tracer is not None:
             tracer.close()

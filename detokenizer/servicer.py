@@ -18,6 +18,8 @@ from protos.frames_pb2 import FramesOffer, OpenFramesRequest
 
 logger = logging.getLogger(__name__)
 
+_PROGRESS_INTERVAL_S = 1.0
+
 
 class _FramesHandler:
     """A router's connection."""
@@ -69,6 +71,17 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
     def num_attached(self) -> int:
         """Number of open streams."""
         return sum(len(connection.streams) for connection in self._connections)
+
+    def report_progress(self) -> None:
+        """Tell routers how many tokens wait for the end of their sequence."""
+        for connection in self._connections:
+            connection.report_progress()
+
+    async def keep_reporting(self) -> None:
+        """Report progress once a second, until cancelled."""
+        while True:
+            await asyncio.sleep(_PROGRESS_INTERVAL_S)
+            self.report_progress()
 
     async def drain(self) -> None:
         """Reject new streams, and return once all open streams have ended."""

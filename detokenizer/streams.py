@@ -113,6 +113,17 @@ class OutputStream:
         return sum(sequence.text.num_tokens for sequence in self._sequences)
 
     @property
+    def num_held(self) -> int:
+        """Number of tokens that wait for the end of their sequence, because the request is not streamed."""
+        if self._opened is None or self._opened.is_streaming:
+            return 0
+        return sum(
+            len(sequence.pending.token_ids)
+            for sequence in self._sequences
+            if sequence.pending is not None and not sequence.has_ended
+        )
+
+    @property
     def is_open(self) -> bool:
         """Whether a scheduler has accepted the attachment."""
         return self._opened is not None
@@ -409,6 +420,8 @@ class RouterConnection:
         self._wake = wake
         self._detach = detach
         self._ready: dict[int, OutputStream] = {}
+        self._held: dict[int, int] = {}  # as last reported, for streams that hold tokens
+        self._progress: dict[int, int] = {}  # to be sent
 
     def begin(self) -> None:
         """Send the first batch, which identifies the tokenizer."""
@@ -421,15 +434,21 @@ class RouterConnection:
             self._wake()
         self._ready[stream.number] = stream
 
+    def report_progress(self) -> None:
+        """Send how many tokens the streams hold, if any of them holds more than at the last report."""
+        held = {number: count for number, stream in self.streams.items() if (count := stream.num_held)}
+        self._progress |= {number: count for number, count in held.items() if count > self._held.get(number, 0)}
+        self._held = held
+        if self._progress:
+            self._wake()
+
     def collect(self) -> pb.StreamBatch | None:
         """Return ready output, one chunk per sequence, up to about MAX_BATCH_BYTES, and drop finished streams; None if
         there is none.
         """
-        if self._is_new:
-            self._is_new = False
-            if self._ready:
-                self._wake()
-            return pb.StreamBatch(tokenizer_fingerprint=self._tokenizer_fingerprint)
+        if self._is_new or self._progress:
+            # Progress precedes the output that is ready, which may include the tokens counted in it.
+            return self._take_first() if self._is_new else self._take_progress()
         if not self._ready:
             return None
         ready, self._ready = self._ready, {}
@@ -454,7 +473,19 @@ class RouterConnection:
                 self._detach(stream)
         return batch if batch.chunks else None
 
+    def _take_first(self) -> pb.StreamBatch:
+        self._is_new = False
+        if self._ready:
+            self._wake()
+        return pb.StreamBatch(tokenizer_fingerprint=self._tokenizer_fingerprint)
+
+    def _take_progress(self) -> pb.StreamBatch:
+        counts, self._progress = self._progress, {}
+        items = [pb.StreamProgress(stream=number, num_held_tokens=count) for number, count in counts.items()]
+        return pb.StreamBatch(progress=items)
+
     def detach(self, number: int) -> OutputStream | None:
+        self._progress.pop(number, None)
         self._ready.pop(number, None)
         return self.streams.pop(number, None)
 

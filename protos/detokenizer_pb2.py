@@ -26,7 +26,7 @@ from protos import frames_pb2 as protos_dot_frames__pb2
 from protos import generation_pb2 as protos_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/detokenizer.proto\x12\x0cmidstream.v1\x1a\x13protos/frames.proto\x1a\x17protos/generation.proto\"v\n\rStreamCommand\x12,\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x1a.midstream.v1.StreamAttachH\x00\x12,\n\x06\x64\x65tach\x18\x02 \x01(\x0b\x32\x1a.midstream.v1.StreamDetachH\x00\x42\t\n\x07\x63ommand\"y\n\x0cStreamAttach\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nfrom_token\x18\x03 \x01(\r\x12\x1e\n\x16\x66rom_token_by_sequence\x18\x04 \x03(\r\x12\x11\n\tscheduler\x18\x05 \x01(\t\"\x1e\n\x0cStreamDetach\x12\x0e\n\x06stream\x18\x01 \x01(\r\"W\n\x0bStreamBatch\x12)\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x19.midstream.v1.StreamChunk\x12\x1d\n\x15tokenizer_fingerprint\x18\x02 \x01(\t\"\x98\x01\n\x0bStreamChunk\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x32\n\x08response\x18\x02 \x01(\x0b\x32\x1e.midstream.v1.GenerateResponseH\x00\x12(\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x17.midstream.v1.ErrorInfoH\x00\x12\x10\n\x08is_plain\x18\x04 \x01(\x08\x42\t\n\x07outcome2W\n\x0b\x44\x65tokenizer\x12H\n\nOpenStream\x12\x1f.midstream.v1.OpenFramesRequest\x1a\x19.midstream.v1.FramesOfferb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/detokenizer.proto\x12\x0cmidstream.v1\x1a\x13protos/frames.proto\x1a\x17protos/generation.proto\"v\n\rStreamCommand\x12,\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x1a.midstream.v1.StreamAttachH\x00\x12,\n\x06\x64\x65tach\x18\x02 \x01(\x0b\x32\x1a.midstream.v1.StreamDetachH\x00\x42\t\n\x07\x63ommand\"y\n\x0cStreamAttach\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nfrom_token\x18\x03 \x01(\r\x12\x1e\n\x16\x66rom_token_by_sequence\x18\x04 \x03(\r\x12\x11\n\tscheduler\x18\x05 \x01(\t\"\x1e\n\x0cStreamDetach\x12\x0e\n\x06stream\x18\x01 \x01(\r\"\x87\x01\n\x0bStreamBatch\x12)\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x19.midstream.v1.StreamChunk\x12\x1d\n\x15tokenizer_fingerprint\x18\x02 \x01(\t\x12.\n\x08progress\x18\x03 \x03(\x0b\x32\x1c.midstream.v1.StreamProgress\"9\n\x0eStreamProgress\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x17\n\x0fnum_held_tokens\x18\x02 \x01(\r\"\x98\x01\n\x0bStreamChunk\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12\x32\n\x08response\x18\x02 \x01(\x0b\x32\x1e.midstream.v1.GenerateResponseH\x00\x12(\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x17.midstream.v1.ErrorInfoH\x00\x12\x10\n\x08is_plain\x18\x04 \x01(\x08\x42\t\n\x07outcome2W\n\x0b\x44\x65tokenizer\x12H\n\nOpenStream\x12\x1f.midstream.v1.OpenFramesRequest\x1a\x19.midstream.v1.FramesOfferb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,10 +39,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STREAMATTACH']._serialized_end=329
   _globals['_STREAMDETACH']._serialized_start=331
   _globals['_STREAMDETACH']._serialized_end=361
-  _globals['_STREAMBATCH']._serialized_start=363
-  _globals['_STREAMBATCH']._serialized_end=450
-  _globals['_STREAMCHUNK']._serialized_start=453
-  _globals['_STREAMCHUNK']._serialized_end=605
-  _globals['_DETOKENIZER']._serialized_start=607
-  _globals['_DETOKENIZER']._serialized_end=694
+  _globals['_STREAMBATCH']._serialized_start=364
+  _globals['_STREAMBATCH']._serialized_end=499
+  _globals['_STREAMPROGRESS']._serialized_start=501
+  _globals['_STREAMPROGRESS']._serialized_end=558
+  _globals['_STREAMCHUNK']._serialized_start=561
+  _globals['_STREAMCHUNK']._serialized_end=713
+  _globals['_DETOKENIZER']._serialized_start=715
+  _globals['_DETOKENIZER']._serialized_end=802
 # @@protoc_insertion_point(module_scope)

@@ -93,21 +93,50 @@ class StreamBatch(google.protobuf.message.Message):
 
     CHUNKS_FIELD_NUMBER: builtins.int
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
     tokenizer_fingerprint: builtins.str
     """Set in the first batch, which has no chunks and is sent as soon as the stream is open: identifies the detokenizer's
     tokenizer, as in GenerateRequest.
     """
     @property
     def chunks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StreamChunk]: ...
+    @property
+    def progress(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StreamProgress]:
+        """Sent once a second for the requests that have new tokens which are not due yet."""
+
     def __init__(
         self,
         *,
         chunks: collections.abc.Iterable[global___StreamChunk] | None = ...,
         tokenizer_fingerprint: builtins.str = ...,
+        progress: collections.abc.Iterable[global___StreamProgress] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "tokenizer_fingerprint", b"tokenizer_fingerprint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "progress", b"progress", "tokenizer_fingerprint", b"tokenizer_fingerprint"]) -> None: ...
 
 global___StreamBatch = StreamBatch
+
+@typing.final
+class StreamProgress(google.protobuf.message.Message):
+    """The tokens of a request without streaming that the detokenizer holds until their sequence ends. Routers count them as
+    they are computed, so that rates do not jump when a long answer is sent.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: builtins.int
+    NUM_HELD_TOKENS_FIELD_NUMBER: builtins.int
+    stream: builtins.int
+    num_held_tokens: builtins.int
+    """Over all sequences, from the router's offsets on; tokens in earlier chunks are not included."""
+    def __init__(
+        self,
+        *,
+        stream: builtins.int = ...,
+        num_held_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_held_tokens", b"num_held_tokens", "stream", b"stream"]) -> None: ...
+
+global___StreamProgress = StreamProgress
 
 @typing.final
 class StreamChunk(google.protobuf.message.Message):

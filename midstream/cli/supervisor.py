@@ -91,7 +91,9 @@ class Supervisor:
             ExecutionError: A process died while the service was starting.
             OSError: The run directory cannot be written.
         """
-        stop_orphans(self._run_dir.read_state())
+        earlier = self._run_dir.read_state()
+        stop_orphans(earlier)
+        self._remove_logs(earlier)
         self._run_dir.write_state(self.state)  # if the state cannot be written, no process is started
         self._changed()
         lives = [asyncio.create_task(process.live(), name=process.name) for process in self._processes]
@@ -114,6 +116,14 @@ class Supervisor:
             if self._rewrite is not None:
                 self._rewrite.cancel()
             self._run_dir.release()
+
+    def _remove_logs(self, earlier: RunState | None) -> None:
+        """Remove the logs of an earlier run's processes that this run does not have, for example because its services
+        share a process.
+        """
+        own = {process.log for process in self._processes}
+        for log in {Path(state.log) for state in earlier.processes} - own if earlier is not None else ():
+            log.unlink(missing_ok=True)
 
     def hurry(self) -> None:
         """Limit the time for open streams to HURRIED_STOP_S once the run is stopped; call this before `stop` is set."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 
 import grpc.aio
 
@@ -41,12 +41,20 @@ class DetokenizerLink(FrameLink[pb.StreamCommand, pb.StreamBatch]):
 
     message_class = pb.StreamBatch
 
-    def __init__(self, target: str, settings: LinkSettings, server_name: str, on_live: asyncio.Event) -> None:
+    def __init__(
+        self,
+        target: str,
+        settings: LinkSettings,
+        server_name: str,
+        on_live: asyncio.Event,
+        count_tokens: Callable[[int], None],
+    ) -> None:
         super().__init__("detokenizer", target, settings, server_name, _SILENCE_S)
         self.streams: dict[int, ClientStream] = {}
         self.refuses_until = 0.0
         self.tokenizer_fingerprint: str | None = None
         self._on_live = on_live
+        self._count_tokens = count_tokens
         self._numbers = itertools.count(1)
 
     def attach(self, stream: ClientStream) -> int:
@@ -84,6 +92,7 @@ class DetokenizerLink(FrameLink[pb.StreamCommand, pb.StreamBatch]):
             self.tokenizer_fingerprint = batch.tokenizer_fingerprint
             self._on_live.set()
         streams = self.streams
+        self._count_held(batch.progress)
         for item in batch.chunks:
             stream = streams.get(item.stream)
             if stream is None:
@@ -104,6 +113,11 @@ class DetokenizerLink(FrameLink[pb.StreamCommand, pb.StreamBatch]):
                     # The detokenizer is draining or has lost its scheduler: prefer others for a while.
                     self.refuses_until = asyncio.get_running_loop().time() + _REFUSAL_S
                 stream.fail(error)
+
+    def _count_held(self, progress: Iterable[pb.StreamProgress]) -> None:
+        for item in progress:
+            if (stream := self.streams.get(item.stream)) is not None:
+                self._count_tokens(stream.count_held(item.num_held_tokens))
 
     def _lose(self) -> None:
         self.tokenizer_fingerprint = None
@@ -129,7 +143,15 @@ class Attachment:
 class DetokenizerPool:
     """All discovered detokenizers."""
 
-    def __init__(self, targets: str, settings: LinkSettings, tokenizer_fingerprint: str) -> None:
+    def __init__(
+        self,
+        targets: str,
+        settings: LinkSettings,
+        tokenizer_fingerprint: str,
+        count_tokens: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """`count_tokens` is called with the number of tokens that were computed for answers sent as a whole."""
+        self._count_tokens = count_tokens
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self.links: dict[str, DetokenizerLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -201,6 +223,7 @@ class DetokenizerPool:
             self._tasks.pop(target).cancel()
         for target in targets:
             if target not in self.links:
-                link = DetokenizerLink(target, self._settings, self._discovery.name_of(target), self._live)
+                name = self._discovery.name_of(target)
+                link = DetokenizerLink(target, self._settings, name, self._live, self._count_tokens)
                 self.links[target] = link
                 self._tasks[target] = self._running.create_task(link.run(), name=f"detokenizer-{target}")

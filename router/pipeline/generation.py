@@ -649,7 +649,8 @@ class Output:
                 self._span.note("first output")
         elif num_tokens:
             metrics.inter_token.observe((now - self._last) / num_tokens)
-        metrics.num_tokens += num_tokens
+        stream = self._generation.stream
+        metrics.num_tokens += stream.count_taken(num_tokens) if stream.num_ahead else num_tokens
         self._num_tokens += num_tokens
         self._last = now
 

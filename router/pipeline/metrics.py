@@ -36,9 +36,15 @@ class RouterMetrics(Collector):
         self.request = metrics.histogram("e2e_request_latency_seconds", "Time from arrival to last output.")
         metrics.registry.register(self)
 
+    def count_tokens(self, num_tokens: int) -> None:
+        """Count tokens of clients whose answers are sent as a whole, once they are computed."""
+        self.num_tokens += num_tokens
+
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families of the counters."""
-        yield CounterMetricFamily(PREFIX + "relayed_tokens", "Tokens sent to clients.", self.num_tokens)
+        yield CounterMetricFamily(
+            PREFIX + "relayed_tokens", "Tokens for clients, as they are computed.", self.num_tokens
+        )
         ended = CounterMetricFamily(PREFIX + "request_success", "Ended requests.", labels=("finished_reason",))
         for reason, count in self.num_succeeded.copy().items():
             ended.add_metric((reason,), count)

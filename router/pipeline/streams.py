@@ -23,13 +23,14 @@ class ClientStream:
         is_final: Whether the final chunk has arrived (it may still be pending).
         overflowed: Whether the stream was ended because the client reads too slowly.
         scheduler: Address of the scheduler that has the request; empty if unknown.
+        num_ahead: Number of tokens that were counted before their output was taken.
         foreign_tokenizers: Tokenizers that are known not to be the request's.
     """
 
     __slots__ = (
         "_begun", "_ends", "_error", "_from_token", "_max_pending_bytes", "_num_bytes", "_offsets", "_on_overflow",
-        "_pending", "_tensors", "_waiter", "_waker", "foreign_tokenizers", "is_final", "overflowed", "request_id",
-        "scheduler",
+        "_pending", "_tensors", "_waiter", "_waker", "foreign_tokenizers", "is_final", "num_ahead", "overflowed",
+        "request_id", "scheduler",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +50,7 @@ class ClientStream:
         self.is_final = False
         self.overflowed = False
         self.scheduler = ""
+        self.num_ahead = 0
         self.foreign_tokenizers: set[str] = set()
         self._from_token = from_token
         self._max_pending_bytes = max_pending_bytes
@@ -109,6 +111,21 @@ class ClientStream:
             self._on_overflow()
         else:
             self._wake()
+
+    def count_held(self, num_held: int) -> int:
+        """Return how many of the tokens that the detokenizer holds have not been counted yet, and count them.
+
+        After the loss of a detokenizer, the next one gets the same tokens again.
+        """
+        num_new = max(num_held - self.num_ahead, 0)
+        self.num_ahead += num_new
+        return num_new
+
+    def count_taken(self, num_tokens: int) -> int:
+        """Return how many tokens of output that was taken have not been counted yet."""
+        num_known = min(self.num_ahead, num_tokens)
+        self.num_ahead -= num_known
+        return num_tokens - num_known
 
     def fail(self, error: MidstreamError) -> None:
         """Record a failure of the source; `take` raises it once all pending output has been taken."""

@@ -260,7 +260,7 @@ def reference(service: Service, browser: Browser) -> Browser:
     browser.open(address_of(service) + "/docs")
     browser.run("sessionStorage.clear()")
     browser.reload()
-    browser.wait_for("return document.querySelectorAll('#groups section').length === 9", limit_s=60)
+    browser.wait_for("return document.querySelectorAll('#groups section').length === 10", limit_s=60)
     browser.complaints()
     return browser
 
@@ -299,7 +299,7 @@ def test_every_example_runs(reference: Browser) -> None:
     titles: list[str] = reference.run(
         "return [...document.querySelectorAll('#groups summary > code')].map((code) => code.innerText)"
     )
-    assert len(titles) == 50
+    assert len(titles) == 81
 
     def turn(title: str) -> tuple[bool, bool, int]:
         """Put what cancels and deletes last, and the parts of a thing before the thing."""

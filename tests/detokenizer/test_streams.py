@@ -330,3 +330,37 @@ def test_the_first_batch_identifies_the_tokenizer() -> None:
     assert (first.tokenizer_fingerprint, len(first.chunks)) == ("print", 0)
     assert (second.tokenizer_fingerprint, len(second.chunks)) == ("", 1)
     assert len(woken) >= 2
+
+
+def test_held_tokens_are_reported_alone_before_their_output_and_only_if_there_are_more() -> None:
+    router = RouterConnection(lambda: None, lambda _: None)
+    for number, is_streaming in ((1, False), (2, True), (3, False)):
+        stream = OutputStream(number, "r", number, 2, (), router, Letters(), 1 << 20)
+        router.streams[number] = stream
+        stream.open(Opened(2, TextRules(), is_streaming=is_streaming, return_all=False))
+        stream.push(Feed(), 0, 0, [0, 1, 2, 3, 4])
+        stream.push(Feed(), 1, 0, [0, 1, 2])
+
+    def reported() -> list[tuple[int, int]]:
+        router.report_progress()
+        batch = router.collect()
+        assert batch is not None
+        assert not batch.chunks
+        return [(item.stream, item.num_held_tokens) for item in batch.progress]
+
+    # Of the first sequence, the tokens 2, 3 and 4 are held, and of the second, token 2.
+    assert reported() == [(1, 4), (3, 4)]
+    streamed = router.collect()
+    assert streamed is not None
+    assert {chunk.stream for chunk in streamed.chunks} == {2}
+    router.report_progress()
+    assert router.collect() is None
+    router.streams[3].push(Feed(), 1, 3, [3])
+    assert reported() == [(3, 5)]
+    router.streams[1].push(Feed(), 1, 3, [3, 4])
+    router.streams[1].end_sequence(SequenceEnd(0, FinishReason.LENGTH, 5))
+    # The tokens of the first sequence, which are ready now, are not held; those of the second are fewer than before.
+    router.report_progress()
+    ended = router.collect()
+    assert ended is not None
+    assert [(chunk.stream, len(chunk.response.token_ids)) for chunk in ended.chunks] == [(1, 3)]

@@ -88,6 +88,15 @@ async def test_all_become_ready_and_stop_routers_first_and_the_scheduler_last(tm
     assert not run.run_dir.is_supervised()
 
 
+async def test_logs_of_processes_that_the_last_run_had_and_this_one_has_not_are_removed(tmp_path: Path) -> None:
+    for kinds in (KINDS, {"scheduler-0": "scheduler"}):
+        run = Run(tmp_path, kinds)
+        (run.run_dir.logs / "supervisor.log").write_text("")
+        await run.until(lambda state: state.phase is ProcessPhase.READY)
+        await run.end()
+    assert {path.name for path in run.run_dir.logs.iterdir()} == {"scheduler-0.log", "supervisor.log"}
+
+
 async def test_a_service_that_is_not_ready_yet_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_QUICK_STOP_S", 0.2)
     run = Run(tmp_path, KINDS, "stubborn")

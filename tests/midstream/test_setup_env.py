@@ -51,13 +51,42 @@ def test_a_folder_without_an_interpreter_is_not_an_environment(tmp_path: Path) -
 
 
 def test_pytorch_for_cpus_comes_from_its_own_index_unless_pip_has_another_source() -> None:
-    assert torch_source("global.cert='/etc/ssl/ca.crt'\n:env:.timeout='180'\n", has_gpu=False) == [
-        "--extra-index-url",
-        CPU_INDEX,
-    ]
-    assert torch_source("", has_gpu=True) == []
+    from_index = ["--extra-index-url", CPU_INDEX]
+    assert torch_source("global.cert='/etc/ssl/ca.crt'\n:env:.timeout='180'\n", None, has_gpu=False) == from_index
+    assert torch_source("", None, has_gpu=True) == []
     for setting in ("global.index-url", "global.extra-index-url", ":env:.find-links", "install.no-index"):
-        assert torch_source(f"{setting}='x'\n", has_gpu=False) == []
+        assert torch_source(f"{setting}='x'\n", None, has_gpu=False) == []
+
+
+def test_the_index_of_pytorch_can_be_chosen() -> None:
+    assert torch_source("global.index-url='x'", "https://mirror/cpu", has_gpu=True) == [
+        "--extra-index-url",
+        "https://mirror/cpu",
+    ]
+    assert torch_source("", "", has_gpu=False) == []
+
+
+def test_what_tests_need_is_not_installed_without_an_environment(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"has no environment yet; run this command without --tests first"):
+        set_up(tmp_path / "venv", ROOT, with_tests=True)
+    assert not (tmp_path / "venv").exists()
+
+
+def test_a_build_with_cuda_on_a_machine_without_a_gpu_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Steps, "run", lambda *_: None)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CXX", "/nonexistent")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    packages.mkdir(parents=True)
+    set_up(tmp_path, ROOT)
+    assert "TORCH_INDEX" not in capsys.readouterr().out
+    (packages / "nvidia").mkdir()
+    set_up(tmp_path, ROOT)
+    assert f"make clean demo TORCH_INDEX={CPU_INDEX}" in capsys.readouterr().out
 
 
 def test_the_demo_installs_only_what_services_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

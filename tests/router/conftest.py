@@ -177,7 +177,9 @@ class Cluster:
         authenticator, watchers = authenticator or Authenticator(), watcher_limits()
         cells = Cells(self.scheduler_address, self.links, unavailable_timeout_s)
         addresses = ",".join(part.address for part in detokenizers) or "127.0.0.1:1"
-        pool = DetokenizerPool(addresses, self.links, self.folder.tokenizer_fingerprint)
+        metrics = Metrics()
+        seen = RouterMetrics(metrics, gen_ai=gen_ai)
+        pool = DetokenizerPool(addresses, self.links, self.folder.tokenizer_fingerprint, seen.count_tokens)
         config = RouterConfig(
             max_pending_bytes=max_pending_bytes,
             unavailable_timeout_s=unavailable_timeout_s,
@@ -195,11 +197,10 @@ class Cluster:
             admit=admit_within(CallLimits(watchers), authenticator),
             receive=self.slots.read,
         )
-        metrics = Metrics()
         quotas, router_id = Quotas(metrics), f"router-{len(self.runners)}"
         front = FrontDoor(
             runner,
-            RouterMetrics(metrics, gen_ai=gen_ai),
+            seen,
             server.draining,
             traces=traces,
             quotas=quotas,

@@ -20,7 +20,7 @@ def pool_with(**tokenizers: str) -> DetokenizerPool:
     settings = LinkSettings(1 << 20)
     pool = DetokenizerPool("127.0.0.1:1", settings, "own")
     for name, tokenizer in tokenizers.items():
-        link = pool.links[name] = DetokenizerLink(name, settings, "", asyncio.Event())
+        link = pool.links[name] = DetokenizerLink(name, settings, "", asyncio.Event(), lambda _: None)
         link.is_open = True
         if tokenizer:
             link._take(pb.StreamBatch(tokenizer_fingerprint=tokenizer))
@@ -74,7 +74,7 @@ async def test_a_detokenizer_that_comes_back_with_another_tokenizer_is_not_used(
 async def test_a_request_that_waits_while_a_detokenizer_is_opened_is_attached() -> None:
     """The first batch is read together with the welcome, and the request begins to wait before the link is open."""
     pool, settings = pool_with(), LinkSettings(1 << 20)
-    link = pool.links["b"] = DetokenizerLink("b", settings, "", pool._live)
+    link = pool.links["b"] = DetokenizerLink("b", settings, "", pool._live, lambda _: None)
     link._take(pb.StreamBatch(tokenizer_fingerprint="own"))
     waiting = asyncio.create_task(pool.attach(ClientStream("r", 1 << 20)))
     await asyncio.sleep(0)
