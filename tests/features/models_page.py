@@ -34,12 +34,14 @@ batch on a CPU.
 _PROOFS = """
 ## How families are verified
 
-This table is made from the tests themselves (`tests/features/proofs.py`). The tests of the first three columns run with
+This table is made from the tests themselves (`tests/features/proofs.py`). The tests of the first four columns run with
 every change:
 
 - *everything*: logits within 1e-4 of transformers, also with LoRA adapters and on two tensor ranks, and equal bits in
   chunks, in batches, with a cached prefix and after the loss of a worker at any step
 - *logits*: the first of these; the others with `TEST_ALL_FAMILIES=1`
+- *images*: a prompt with several images of different sizes gives the logits, within 1e-4, and the greedy tokens of
+  transformers (`tests/gpu_worker/test_images.py`)
 - *Triton's interpreter*: the kernels of GPUs under the whole decoder; each kernel also has tests of its own
 - *real weights*: the greedy tokens of the model that a package carries; there are no packages with others
 - *GPU*: run by the [benchmark](gpu.md#measuring) on one H100, not by tests
