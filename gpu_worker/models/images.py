@@ -91,9 +91,9 @@ class ImageEncoder:
         try:
             made = self._processor(images=[image] * num_copies, return_tensors="pt", **self._options)
         except ValueError as error:
+            size = f"{image.width} x {image.height}"
             raise InvalidArgumentError(
-                f"has {image.width} x {image.height} pixels, which the model's processor cannot scale: {str(error)[:200]}",
-                field="data",
+                f"has {size} pixels, which the model's processor cannot scale: {str(error)[:200]}", field="data"
             ) from None
         inputs = {name: value.to(self._device) for name, value in made.items() if name in _INPUTS}
         inputs["pixel_values"] = inputs["pixel_values"].to(self._dtype)

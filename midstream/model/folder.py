@@ -57,6 +57,13 @@ _LENGTHS = {"mamba": UNLIMITED_LENGTH, "mamba2": UNLIMITED_LENGTH, "bloom": 2048
 # Possible names of the image token in config.json.
 _IMAGE_TOKENS = ("image_token_id", "image_token_index")
 
+# Why images are not read; these models generate from text.
+_NO_IMAGES = {
+    "gemma3": "the tokens of an image attend to each other in both directions, which the decoder does not compute",
+    "qwen3_5": "the tokens of an image have positions in two dimensions, which the decoder does not have",
+    "qwen3_5_moe": "the tokens of an image have positions in two dimensions, which the decoder does not have",
+}
+
 # Encoders whose first rows of the position table are those of padding; text begins in the row after `pad_token_id`.
 _PADDED_POSITIONS = {"roberta", "xlm-roberta", "camembert", "mpnet"}
 # Encoders whose tokenizers give token types, which tell the two texts of a pair apart, and transformers' defaults of
@@ -190,6 +197,13 @@ class ModelFolder:
         names = (name for name in _IMAGE_TOKENS if name in self.config)
         token_id = self.config.get(next(names, ""), WRAPPERS[self.architecture].image_token_id)
         return token_id if isinstance(token_id, int) else None
+
+    @property
+    def image_refusal(self) -> str:
+        """Why images are not read, although the model has a vision encoder; empty if it has none, or reads them."""
+        if self.image_token_id is not None or "vision_config" not in self.config:
+            return ""
+        return _NO_IMAGES.get(self.architecture, f"the vision encoder of {self.architecture} is not supported")
 
     def to_proto(self, features: Iterable[str]) -> loads_pb2.ModelInfo:
         """Return the public information about the model; `features` are those of the workers."""

@@ -247,7 +247,7 @@ TOWER = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
 }  # fmt: skip
-CLIP = {"model_type": "clip_vision_model"}
+CLIP, SIDES = {"model_type": "clip_vision_model"}, {"image_size": [28, 28], "patch_size": [14, 14]}
 # Other values of `model_type`, and families that differ little from others. By default, only their logits are tested;
 # with TEST_ALL_FAMILIES=1, everything is.
 OTHER_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -302,7 +302,7 @@ OTHER_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "internvl": (
         "InternVL",
-        {"text_config": {"model_type": "qwen3", "head_dim": 32}, "vision_config": {**TOWER, "image_size": [28, 28], "patch_size": [14, 14]}},
+        {"text_config": {"model_type": "qwen3", "head_dim": 32}, "vision_config": {**TOWER, **SIDES}},
     ),
     # transformers has no such model type; the files have the format of DeepSeek-V3.
     "kimi_k2": MODELS["deepseek_v3"],

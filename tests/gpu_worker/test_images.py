@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers.image_utils import load_image
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from gpu_worker.models import image_files
 from gpu_worker.models.image_files import ImageFiles
 from gpu_worker.models.images import ImageEncoder
-from midstream.errors import ConfigError, InvalidArgumentError
+from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
 from midstream.model.folder import open_model_folder
 from protos import generation_pb2 as pb
 from protos import scheduler_pb2
@@ -81,6 +82,42 @@ async def test_a_prompt_with_images_gives_the_logits_and_tokens_of_transformers(
     (found,) = system.run([request])
     assert outputs(found) == [wanted]
     assert float((recorder.logits[0] - last).abs().max()) <= 1e-4 * max(1.0, float(last.abs().max()))
+
+
+def test_older_names_of_tensors_are_read_and_quantized_ones_refused(tmp_path: Path) -> None:
+    """Published files of LLaVA have the names of earlier versions of transformers."""
+    make_vision_model(tmp_path, "llava")
+    file, data = tmp_path / "model.safetensors", picture(60, 31)[1]
+    with closing(ImageEncoder(open_model_folder(str(tmp_path)), CPU, torch.float32)) as encoder:
+        wanted = encoder.encode(data)
+    tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): t for name, t in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    (tmp_path / "midstream.json").unlink()
+    with closing(ImageEncoder(open_model_folder(str(tmp_path)), CPU, torch.float32)) as encoder:
+        found = encoder.encode(data)
+    assert torch.equal(found.embeddings, wanted.embeddings)
+    assert found.text == wanted.text
+
+    name = "multi_modal_projector.linear_1.weight"
+    for changed, error, reason in (
+        (tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, UnsupportedError, "quantized"),
+        ({other: tensor for other, tensor in tensors.items() if other != name}, ConfigError, "lack"),
+    ):
+        save_file(changed, file, {"format": "pt"})
+        (tmp_path / "midstream.json").unlink()
+        with pytest.raises(error, match=reason):
+            ImageEncoder(open_model_folder(str(tmp_path)), CPU, torch.float32)
+
+
+@pytest.mark.parametrize("case", ["pixtral", "mistral3"])
+def test_an_image_that_cannot_be_scaled_is_refused(case: str, tmp_path: Path) -> None:
+    """Pixtral's processor scales the shorter side of a narrow image to nothing."""
+    make_vision_model(tmp_path, case)
+    with closing(ImageEncoder(open_model_folder(str(tmp_path)), CPU, torch.float32)) as encoder:
+        with pytest.raises(InvalidArgumentError, match="has 1 x 400 pixels"):
+            encoder.encode(picture(1, 400)[1])
+        # transformers fails if the only image of a prompt becomes a single embedding.
+        assert encoder.encode(picture(1, 1)[1]).text == "<image>[IMG_END]"
 
 
 def test_an_image_without_tiles_is_one_tile(folder: Path) -> None:
