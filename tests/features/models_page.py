@@ -48,6 +48,31 @@ every change:
 
 """
 _TOKENIZERS = """
+
+## Images
+
+Models of these families read images ([requests.md](requests.md#images-images-chatmessagesparts)); what differs between
+them is in `gpu_worker/models/image_families.py`:
+
+| model_type | vision encoder | image token | text of an image |
+| --- | --- | --- | --- |
+| idefics3, smolvlm (also SmolVLM 2) | SigLIP | `<image>` | tiles with their rows and columns, and the whole image |
+| llava | CLIP, or another that transformers accepts | `<image>` | image tokens |
+| llava (Pixtral), mistral3 | Pixtral | `[IMG]` | rows of image tokens, with `[IMG_BREAK]` between them and `[IMG_END]` |
+| llava_next (also Granite Vision) | CLIP, SigLIP | `<image>` | image tokens |
+| internvl (repositories `-hf`) | InternVL | `<IMG_CONTEXT>` | image tokens between `<img>` and `</img>` |
+
+The image token is that of config.json, and the names in the table are those of published models. Language models are
+Llama, Mistral, Qwen 2, Qwen 3 and Granite. Vision encoders are not quantized, and image processors are those of
+transformers that need only Pillow.
+
+Other models of text and images generate from text only, and reject images:
+
+- Gemma 3: the tokens of an image attend to each other in both directions, so that a chunk of a prompt could not end
+  within an image, nor could a cached prefix.
+- Qwen 2 VL to Qwen 3.5: the tokens of an image have positions in two dimensions (M-RoPE), and so the positions after it
+  are not those in the sequence. Of these, only Qwen 3.5 is in the table above.
+- LLaVA-OneVision (`llava_onevision`, not served): how an image is encoded depends on the number of images in the prompt.
 ## Tokenizers
 
 A folder needs tokenizer.json. Tokens and special tokens that only other files declare are added to it as transformers'
