@@ -58,7 +58,7 @@ them is in `gpu_worker/models/image_families.py`:
 | --- | --- | --- | --- |
 | idefics3, smolvlm (also SmolVLM 2) | SigLIP | `<image>` | tiles with their rows and columns, and the whole image |
 | llava | CLIP, or another that transformers accepts | `<image>` | image tokens |
-| llava (Pixtral), mistral3 | Pixtral | `[IMG]` | rows of image tokens, with `[IMG_BREAK]` between them and `[IMG_END]` |
+| llava (Pixtral), mistral3 | Pixtral | `[IMG]` | rows of image tokens, `[IMG_BREAK]` between them, `[IMG_END]` |
 | llava_next (also Granite Vision) | CLIP, SigLIP | `<image>` | image tokens |
 | internvl (repositories `-hf`) | InternVL | `<IMG_CONTEXT>` | image tokens between `<img>` and `</img>` |
 
@@ -72,7 +72,8 @@ Other models of text and images generate from text only, and reject images:
   within an image, nor could a cached prefix.
 - Qwen 2 VL to Qwen 3.5: the tokens of an image have positions in two dimensions (M-RoPE), and so the positions after it
   are not those in the sequence. Of these, only Qwen 3.5 is in the table above.
-- LLaVA-OneVision (`llava_onevision`, not served): how an image is encoded depends on the number of images in the prompt.
+- LLaVA-OneVision (not served): how an image is encoded depends on the number of images in the prompt.
+
 ## Tokenizers
 
 A folder needs tokenizer.json. Tokens and special tokens that only other files declare are added to it as transformers'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,7 +127,10 @@ _TEXT = {
     "max_position_embeddings": 512,
     "pad_token_id": 0,
 }
-_OF_TEXT = {"mistral": {"sliding_window": None, "head_dim": 16}, "granite": {"embedding_multiplier": 3.0}}
+_OF_TEXT: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None, "head_dim": 16},
+    "granite": {"embedding_multiplier": 3.0},
+}
 
 
 def make_vision_model(folder: Path, case: str = "idefics3") -> tuple[Any, transformers.PreTrainedTokenizerFast]:
@@ -194,7 +197,7 @@ def _pixtral_text(made: Any, index: int, spatial_merge_size: int) -> str:
 
 
 # Processors that cannot be created without torchvision.
-_TEXTS = {"InternVL": _intern_text, "Pixtral": _pixtral_text}
+_TEXTS: dict[str, Callable[..., str]] = {"InternVL": _intern_text, "Pixtral": _pixtral_text}
 
 
 def picture(width: int, height: int, seed: int = 0, kind: str = "PNG") -> tuple[Image.Image, bytes]:
