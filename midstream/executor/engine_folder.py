@@ -10,6 +10,7 @@ from typing import Any
 from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.executor.config import GuidedDecodingConfig
 from midstream.model.folder import open_model_folder
+from midstream.model.text_config import text_config
 from midstream.model.tokenizer_file import read_tokenizer
 
 # Names of the tokenizer's files, and of the folder of its templates.
@@ -134,7 +135,7 @@ def _with_numbers(engine: Path, target: Path) -> str:
     """Return a folder with the engine's weights and a tokenizer whose tokens are their numbers."""
     try:
         config = json.loads((engine / "config.json").read_text(encoding="utf-8"))
-        vocab_size = int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+        vocab_size = int(config.get("vocab_size") or text_config(config)["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"cannot read the model's configuration: {error}", field="engine_dir") from None
     folder = _linked(engine, target)

@@ -84,6 +84,8 @@ def _encoder(title: str, *types: str, notes: str = "", reads_gguf: bool = False)
     )
 
 
+_READS_IMAGES = "reads images; the language model is a Llama, Mistral, Qwen 2, Qwen 3 or Granite"
+
 SERVED_FAMILIES = (
     _native("Llama", "llama", reads_gguf=True),
     _native("Llama 4 (text)", "llama4_text", "llama4", notes="experts, layers without rotary embedding, chunks"),
@@ -135,7 +137,11 @@ SERVED_FAMILIES = (
     _native("ERNIE 4.5", "ernie4_5", reads_gguf=True),
     _native("ERNIE 4.5 MoE", "ernie4_5_moe", notes="experts"),
     _native("Solar Open", "solar_open", notes="experts"),
-    _native("Idefics 3, SmolVLM", "idefics3", "smolvlm", notes="reads images, with transformers' vision encoder"),
+    _native("Idefics 3, SmolVLM", "idefics3", "smolvlm", notes="reads images; the language model is a Llama"),
+    _native("LLaVA 1.5, Pixtral", "llava", notes=_READS_IMAGES),
+    _native("LLaVA-NeXT, Granite Vision", "llava_next", notes=_READS_IMAGES),
+    _native("Mistral Small 3.1", "mistral3", notes=_READS_IMAGES),
+    _native("InternVL", "internvl", notes=_READS_IMAGES),
     _recurrent("Qwen 3 Next", "qwen3_next", notes="gated delta nets, experts"),
     _recurrent(
         "Qwen 3.5", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", notes="gated delta nets, experts"

@@ -30,6 +30,7 @@ from midstream.model.json_file import read_json
 from midstream.model.prepare.gguf_file import gguf_name, gguf_parts
 from midstream.model.prepare.tokenizer_conversion import convert_tokenizer, convertible_tokenizer
 from midstream.model.safetensors_file import read_safetensors_head
+from midstream.model.text_config import WRAPPERS, text_config
 from midstream.model.tokenizer_file import TokenizerFacts, TokenizerFiles, file_stamps
 
 if TYPE_CHECKING:
@@ -53,8 +54,15 @@ _LAYER_LISTS = ("layers_block_type", "hybrid_override_pattern")
 UNLIMITED_LENGTH = 1 << 17
 _LENGTHS = {"mamba": UNLIMITED_LENGTH, "mamba2": UNLIMITED_LENGTH, "bloom": 2048}
 
-# Architectures for which images are supported, and transformers' default for image_token_id in config.json.
-_IMAGE_TOKENS = {"idefics3": 128257, "smolvlm": 128257}
+# Possible names of the image token in config.json.
+_IMAGE_TOKENS = ("image_token_id", "image_token_index")
+
+# Why images are not read; these models generate from text.
+_NO_IMAGES = {
+    "gemma3": "the tokens of an image attend to each other in both directions, which the decoder does not compute",
+    "qwen3_5": "the tokens of an image have positions in two dimensions, which the decoder does not have",
+    "qwen3_5_moe": "the tokens of an image have positions in two dimensions, which the decoder does not have",
+}
 
 # Encoders whose first rows of the position table are those of padding; text begins in the row after `pad_token_id`.
 _PADDED_POSITIONS = {"roberta", "xlm-roberta", "camembert", "mpnet"}
@@ -184,10 +192,18 @@ class ModelFolder:
     @property
     def image_token_id(self) -> int | None:
         """Token that stands for a part of an image in prompts; None if the model reads no images."""
-        if self.architecture not in _IMAGE_TOKENS:
+        if self.architecture not in WRAPPERS:
             return None
-        token_id = self.config.get("image_token_id", _IMAGE_TOKENS[self.architecture])
+        names = (name for name in _IMAGE_TOKENS if name in self.config)
+        token_id = self.config.get(next(names, ""), WRAPPERS[self.architecture].image_token_id)
         return token_id if isinstance(token_id, int) else None
+
+    @property
+    def image_refusal(self) -> str:
+        """Why images are not read, although the model has a vision encoder; empty if it has none, or reads them."""
+        if self.image_token_id is not None or "vision_config" not in self.config:
+            return ""
+        return _NO_IMAGES.get(self.architecture, f"the vision encoder of {self.architecture} is not supported")
 
     def to_proto(self, features: Iterable[str]) -> loads_pb2.ModelInfo:
         """Return the public information about the model; `features` are those of the workers."""
@@ -327,8 +343,7 @@ def _open_folder(path: Path) -> ModelFolder:
     if not isinstance(architecture, str):
         raise ConfigError(f"{path / 'config.json'} lacks model_type", field="model")
     # Multimodal models describe their language model separately; some repeat its token ids at the top level.
-    nested = config.get("text_config")
-    text: dict[str, Any] = config | nested if isinstance(nested, dict) else config
+    text = config | text_config(config)
     kinds = next((text[name] for name in _LAYER_LISTS if isinstance(text.get(name), list | str)), None)
     if kinds is not None:
         text = {"num_hidden_layers": len(kinds), **text}

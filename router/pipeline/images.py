@@ -56,7 +56,8 @@ def check_images(request: pb.GenerateRequest, images: Sequence[tuple[str, bytes]
     if not images:
         return
     if model.image_token_id is None:
-        raise UnsupportedError(f"the model {model.name!r} reads no images", field=images[0][0])
+        reason = f": {model.image_refusal}" if model.image_refusal else ""
+        raise UnsupportedError(f"the model {model.name!r} reads no images{reason}", field=images[0][0])
     if request.images and request.WhichOneof("input") != "prompt":
         raise InvalidArgumentError("requires prompt; in a chat, images are parts of messages", field="images")
     if len(images) > MAX_IMAGES:

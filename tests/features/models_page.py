@@ -34,18 +34,46 @@ batch on a CPU.
 _PROOFS = """
 ## How families are verified
 
-This table is made from the tests themselves (`tests/features/proofs.py`). The tests of the first three columns run with
+This table is made from the tests themselves (`tests/features/proofs.py`). The tests of the first four columns run with
 every change:
 
 - *everything*: logits within 1e-4 of transformers, also with LoRA adapters and on two tensor ranks, and equal bits in
   chunks, in batches, with a cached prefix and after the loss of a worker at any step
 - *logits*: the first of these; the others with `TEST_ALL_FAMILIES=1`
+- *images*: a prompt with several images of different sizes gives the logits, within 1e-4, and the greedy tokens of
+  transformers (`tests/gpu_worker/test_images.py`)
 - *Triton's interpreter*: the kernels of GPUs under the whole decoder; each kernel also has tests of its own
 - *real weights*: the greedy tokens of the model that a package carries; there are no packages with others
 - *GPU*: run by the [benchmark](gpu.md#measuring) on one H100, not by tests
 
 """
 _TOKENIZERS = """
+
+## Images
+
+Models of these families read images ([requests.md](requests.md#images-images-chatmessagesparts)); what differs between
+them is in `gpu_worker/models/image_families.py`:
+
+| model_type | vision encoder | image token | text of an image |
+| --- | --- | --- | --- |
+| idefics3, smolvlm (also SmolVLM 2) | SigLIP | `<image>` | tiles with their rows and columns, and the whole image |
+| llava | CLIP, or another that transformers accepts | `<image>` | image tokens |
+| llava (Pixtral), mistral3 | Pixtral | `[IMG]` | rows of image tokens, `[IMG_BREAK]` between them, `[IMG_END]` |
+| llava_next (also Granite Vision) | CLIP, SigLIP | `<image>` | image tokens |
+| internvl (repositories `-hf`) | InternVL | `<IMG_CONTEXT>` | image tokens between `<img>` and `</img>` |
+
+The image token is that of config.json, and the names in the table are those of published models. Language models are
+Llama, Mistral, Qwen 2, Qwen 3 and Granite. Vision encoders are not quantized, and image processors are those of
+transformers that need only Pillow.
+
+Other models of text and images generate from text only, and reject images:
+
+- Gemma 3: the tokens of an image attend to each other in both directions, so that a chunk of a prompt could not end
+  within an image, nor could a cached prefix.
+- Qwen 2 VL to Qwen 3.5: the tokens of an image have positions in two dimensions (M-RoPE), and so the positions after it
+  are not those in the sequence. Of these, only Qwen 3.5 is in the table above.
+- LLaVA-OneVision (not served): how an image is encoded depends on the number of images in the prompt.
+
 ## Tokenizers
 
 A folder needs tokenizer.json. Tokens and special tokens that only other files declare are added to it as transformers'

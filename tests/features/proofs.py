@@ -12,8 +12,9 @@ from midstream.model.families import SERVED_FAMILIES, ServedFamily
 from midstream.model.folder import EMBEDDED_MODEL, open_model_folder
 from tests.gpu_worker import test_families, test_transformers_model
 from tests.gpu_worker.encoder_models import ENCODERS
+from tests.gpu_worker.vision_model import CASES
 
-HEADINGS = ("family", "tiny random model, CPU", "Triton's interpreter", "real weights, CPU", "GPU")
+HEADINGS = ("family", "tiny random model, CPU", "images, CPU", "Triton's interpreter", "real weights, CPU", "GPU")
 _REAL, _NOT_YET = "SmolLM2-135M-Instruct", "no"
 
 
@@ -35,6 +36,7 @@ _ON_CPU = {
     "vectors, scores, batches": _types(ENCODERS),
 }
 _INTERPRETED = _types(test_families.MODELS[name][0] for name, _ in _MARK.args[1])
+_WITH_IMAGES = _types(case.family for case in CASES.values())
 _ON_GPU = {
     value["model_type"] for value in vars(benchmarked).values() if isinstance(value, dict) and "model_type" in value
 }
@@ -47,6 +49,7 @@ def _row(family: ServedFamily) -> tuple[str, ...]:
     return (
         family.title,
         on_cpu,
+        "logits, tokens" if types & _WITH_IMAGES else _NOT_YET,
         "logits" if types & _INTERPRETED else _NOT_YET,
         _REAL if is_real else _NOT_YET,
         "random weights" if types & _ON_GPU else _NOT_YET,

@@ -243,6 +243,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+TOWER = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+CLIP, SIDES = {"model_type": "clip_vision_model"}, {"image_size": [28, 28], "patch_size": [14, 14]}
 # Other values of `model_type`, and families that differ little from others. By default, only their logits are tested;
 # with TEST_ALL_FAMILIES=1, everything is.
 OTHER_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -288,6 +293,17 @@ OTHER_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "cwm": ("Cwm", {"head_dim": 32, "sliding_window": 24}),
     "helium": ("Helium", {"head_dim": 16}),
     "flex_olmo": ("FlexOlmo", {"num_experts": 7, "num_experts_per_tok": 3, "pad_token_id": 0}),
+    # With images: tests/gpu_worker/test_images.py.
+    "llava": ("Llava", {"text_config": {"model_type": "llama"}, "vision_config": {**TOWER, **CLIP}}),
+    "llava_next": ("LlavaNext", {"text_config": {"model_type": "qwen2"}, "vision_config": {**TOWER, **CLIP}}),
+    "mistral3": (
+        "Mistral3",
+        {"text_config": {"model_type": "mistral", "head_dim": 32}, "vision_config": {**TOWER, "model_type": "pixtral"}},
+    ),
+    "internvl": (
+        "InternVL",
+        {"text_config": {"model_type": "qwen3", "head_dim": 32}, "vision_config": {**TOWER, **SIDES}},
+    ),
     # transformers has no such model type; the files have the format of DeepSeek-V3.
     "kimi_k2": MODELS["deepseek_v3"],
 }  # fmt: skip

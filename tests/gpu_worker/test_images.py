@@ -15,15 +15,22 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers.image_utils import load_image
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from gpu_worker.models import image_files
 from gpu_worker.models.image_files import ImageFiles
 from gpu_worker.models.images import ImageEncoder
-from midstream.errors import ConfigError, InvalidArgumentError
+from midstream.errors import ConfigError, InvalidArgumentError, UnsupportedError
 from midstream.model.folder import open_model_folder
-from tests.gpu_worker.vision_model import TOKENS_PER_TILE, image_processor, make_vision_model, picture
+from protos import generation_pb2 as pb
+from protos import scheduler_pb2
+from router.pipeline.prompt import PromptBuilder
+from tests.gpu_worker.core_with_runners import CoreWithRunners, outputs
+from tests.gpu_worker.test_models import Recorder
+from tests.gpu_worker.tiny_models import make_runner
+from tests.gpu_worker.vision_model import CASES, TOKENS_PER_TILE, inputs_of, make_vision_model, picture
 
 CPU = torch.device("cpu")
 ORIENTATION = 0x0112  # a tag of EXIF
@@ -36,22 +43,81 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["Idefics3", "SmolVLM"])
-@pytest.mark.parametrize(("size", "kind"), [((60, 31), "PNG"), ((20, 50), "JPEG")])
-def test_an_image_is_encoded_as_by_transformers(family: str, size: tuple[int, int], kind: str, tmp_path: Path) -> None:
-    model, _ = make_vision_model(tmp_path, family)
-    image, data = picture(*size, kind=kind)
+@pytest.mark.parametrize("case", CASES)
+async def test_a_prompt_with_images_gives_the_logits_and_tokens_of_transformers(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images of different sizes, in any order, and one of them twice; each is encoded alone."""
+    model, tokenizer = make_vision_model(tmp_path, case)
+    wide, high, small = picture(60, 31), picture(20, 50, seed=1, kind="JPEG"), picture(7, 9, seed=2)
+    images, prompt = [wide, high, small, wide], "See <image> and <image>?<image> Or\n<image>"
+    folder = open_model_folder(str(tmp_path))
+    request = pb.GenerateRequest(prompt=prompt, images=[pb.Image(data=data) for _, data in images], max_tokens=6)
+    with closing(ImageEncoder(folder, CPU, torch.float32)) as encoder:
+
+        async def encode(data: bytes) -> scheduler_pb2.EncodeImageResponse:
+            made = encoder.encode(data)
+            table = pb.Tensor(dtype=pb.Tensor.DTYPE_FLOAT32, shape=made.embeddings.shape)
+            table.data = made.embeddings.numpy().tobytes()
+            return scheduler_pb2.EncodeImageResponse(text=made.text, embeddings=table)
+
+        with closing(PromptBuilder(folder, 1, encode)) as builder:
+            tokens = await builder.token_ids(request)
+    inputs = inputs_of(case, tokenizer, prompt, [image for image, _ in images])
+    image_token = tokenizer.convert_tokens_to_ids("<image>")
+    assert [min(token, folder.vocab_size) for token in tokens] == [
+        folder.vocab_size if token == image_token else token for token in inputs["input_ids"][0].tolist()
+    ]
+    made = model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    wanted = made[0, len(tokens) :].tolist()
+    with torch.inference_mode():
+        last = model(**inputs).logits[0, -1:]
+
+    runner = make_runner(tmp_path, implementation="native", kv="f32")
+    recorder = Recorder(runner, monkeypatch)
+    system = CoreWithRunners(runner, (), max_context_chunk=512)
+    request.token_ids.values.extend(tokens)
+    request.sampling.temperature = 0
+    request.stopping.ignore_eos = True
+    (found,) = system.run([request])
+    assert outputs(found) == [wanted]
+    assert float((recorder.logits[0] - last).abs().max()) <= 1e-4 * max(1.0, float(last.abs().max()))
+
+
+def test_older_names_of_tensors_are_read_and_quantized_ones_refused(tmp_path: Path) -> None:
+    """Published files of LLaVA have the names of earlier versions of transformers."""
+    make_vision_model(tmp_path, "llava")
+    file, data = tmp_path / "model.safetensors", picture(60, 31)[1]
+    with closing(ImageEncoder(open_model_folder(str(tmp_path)), CPU, torch.float32)) as encoder:
+        wanted = encoder.encode(data)
+    tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): t for name, t in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    (tmp_path / "midstream.json").unlink()
     with closing(ImageEncoder(open_model_folder(str(tmp_path)), CPU, torch.float32)) as encoder:
         found = encoder.encode(data)
-    inputs = image_processor(family)(images=[image], return_tensors="pt", return_row_col_info=True)
-    rows, columns = inputs.pop("rows")[0][0], inputs.pop("cols")[0][0]
-    with torch.inference_mode():
-        (wanted,) = model.get_image_features(**inputs).pooler_output
-    assert torch.equal(found.embeddings, wanted)
-    assert found.text == get_image_prompt_string(
-        rows, columns, TOKENS_PER_TILE, "<fake_token_around_image>", "<image>", "<global-img>"
-    )
-    assert found.text.count("<image>") == len(wanted) > TOKENS_PER_TILE
+    assert torch.equal(found.embeddings, wanted.embeddings)
+    assert found.text == wanted.text
+
+    name = "multi_modal_projector.linear_1.weight"
+    for changed, error, reason in (
+        (tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, UnsupportedError, "quantized"),
+        ({other: tensor for other, tensor in tensors.items() if other != name}, ConfigError, "lack"),
+    ):
+        save_file(changed, file, {"format": "pt"})
+        (tmp_path / "midstream.json").unlink()
+        with pytest.raises(error, match=reason):
+            ImageEncoder(open_model_folder(str(tmp_path)), CPU, torch.float32)
+
+
+@pytest.mark.parametrize("case", ["pixtral", "mistral3"])
+def test_an_image_that_cannot_be_scaled_is_refused(case: str, tmp_path: Path) -> None:
+    """Pixtral's processor scales the shorter side of a narrow image to nothing."""
+    make_vision_model(tmp_path, case)
+    with closing(ImageEncoder(open_model_folder(str(tmp_path)), CPU, torch.float32)) as encoder:
+        with pytest.raises(InvalidArgumentError, match="has 1 x 400 pixels"):
+            encoder.encode(picture(1, 400)[1])
+        # transformers fails if the only image of a prompt becomes a single embedding.
+        assert encoder.encode(picture(1, 1)[1]).text == "<image>[IMG_END]"
 
 
 def test_an_image_without_tiles_is_one_tile(folder: Path) -> None:

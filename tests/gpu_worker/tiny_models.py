@@ -27,12 +27,15 @@ SHAPE = {
     "eos_token_id": 2,
 }
 
+_READ_IMAGES = frozenset({
+    "Idefics3", "SmolVLM", "Llama4", "Qwen3_5", "Qwen3_5Moe", "Llava", "LlavaNext", "Mistral3", "InternVL",
+})  # fmt: skip
+
 
 def auto_class(family: str) -> Any:
     """Return the auto class of transformers that creates models of `family`."""
     # transformers does not list these families among the causal language models.
-    reads_images = family in ("Idefics3", "SmolVLM", "Llama4", "Qwen3_5", "Qwen3_5Moe")
-    return transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText if family in _READ_IMAGES else transformers.AutoModelForCausalLM
 
 
 def make_tiny_model(folder: Path, family: str, **settings: Any) -> torch.nn.Module:

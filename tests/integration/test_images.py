@@ -17,13 +17,12 @@ import grpc
 import openai
 import pytest
 from PIL import Image
-from transformers import Idefics3Processor
 
 from midstream.client import AsyncClient
 from midstream.executor import GenerationExecutor, MultimodalParams, SamplingParams
 from protos import generation_pb2 as pb
 from protos import loads_pb2
-from tests.gpu_worker.vision_model import CHAT_TEMPLATE, TOKENS_PER_TILE, image_processor, make_vision_model, picture
+from tests.gpu_worker.vision_model import CHAT_TEMPLATE, inputs_of, make_vision_model, picture
 from tests.integration.holding import NAME, Hold
 from tests.integration.service import Service, collect, eventually, stub_of
 
@@ -33,19 +32,30 @@ RED, BLUE = picture(60, 31, seed=1), picture(20, 50, seed=2, kind="WEBP")
 
 @dataclass(frozen=True)
 class Vision:
-    """The service, and transformers' model and processor."""
+    """The service, and transformers' model and tokenizer."""
 
     service: Service
+    case: str
     model: Any
-    processor: Any
+    tokenizer: Any
     hold: Hold
 
     def expected(self, prompt: str, images: Sequence[Image.Image], max_tokens: int = MAX_TOKENS) -> list[int]:
         """Return the tokens that transformers generates."""
-        inputs = self.processor(text=prompt, images=list(images), return_tensors="pt")
+        inputs = inputs_of(self.case, self.tokenizer, prompt, images)
         made = self.model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False, eos_token_id=None)
         tokens: list[int] = made[0, inputs["input_ids"].shape[1] :].tolist()
         return tokens
+
+    def prompt(self, parts: Sequence[dict[str, Any]]) -> str:
+        """Return the prompt for a message of these parts."""
+        prompt: str = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": list(parts)}],
+            chat_template=CHAT_TEMPLATE,
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        return prompt
 
     def metric(self, name: str) -> float:
         """Return a metric of the scheduler."""
@@ -57,9 +67,17 @@ class Vision:
 
 @pytest.fixture(scope="module")
 def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
+    yield from serve("idefics3", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
+    yield from serve("mistral3", tmp_path_factory)
+
+
+def serve(case: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
     folder = tmp_path_factory.mktemp("model")
-    model, tokenizer = make_vision_model(folder)
-    processor = Idefics3Processor(image_processor(), tokenizer, image_seq_len=TOKENS_PER_TILE)
+    model, tokenizer = make_vision_model(folder, case)
     hold = Hold(tmp_path_factory.mktemp("hold"))
     service = Service.start(
         tmp_path_factory.mktemp("service"),
@@ -73,7 +91,7 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
         MIDSTREAM_KV="f32",
         **hold.settings,
     )
-    yield Vision(service, model, processor, hold)
+    yield Vision(service, case, model, tokenizer, hold)
     service.stop()
 
 
@@ -108,9 +126,7 @@ async def test_each_api_gives_the_tokens_of_transformers_and_encodes_an_image_on
         {"type": "text", "text": " beside "},
         {"type": "image"},
     ]
-    prompt = vision.processor.apply_chat_template(
-        [{"role": "user", "content": parts}], chat_template=CHAT_TEMPLATE, add_generation_prompt=True
-    )
+    prompt = vision.prompt(parts)
     wanted = vision.expected(prompt, [BLUE[0], RED[0]])
     for part, (_, data) in zip((parts[1], parts[3]), (BLUE, RED), strict=True):
         url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
@@ -157,14 +173,10 @@ async def test_each_api_gives_the_tokens_of_transformers_and_encodes_an_image_on
         source["data"] = "AAAA"
         with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[1\].source.data: is not an image"):
             await other.messages.create(messages=[{"role": "user", "content": seen}], **ask)
-    prompt = vision.processor.apply_chat_template(
-        [{"role": "user", "content": [{"type": "text", "text": "See "}, {"type": "image"}]}],
-        chat_template=CHAT_TEMPLATE,
-        add_generation_prompt=True,
-    )
+    prompt = vision.prompt([{"type": "text", "text": "See "}, {"type": "image"}])
     wanted = vision.expected(prompt, [RED[0]])
     for text in (response.output_text, "".join(block.text for block in message.content if block.type == "text")):
-        assert vision.processor.decode(wanted, skip_special_tokens=True).startswith(text)
+        assert vision.tokenizer.decode(wanted, skip_special_tokens=True).startswith(text)
         assert text
     after = vision.metric("num_encoded_images_total"), vision.metric("num_cached_images_total")
     # Other tests may have asked for the same images before.
@@ -250,3 +262,36 @@ async def test_the_death_of_the_scheduler_while_an_image_is_encoded_changes_no_t
             for worker in workers:
                 os.kill(worker["pid"], signal.SIGCONT)
         assert list((await answer).sequences[0].token_ids) == wanted
+
+
+async def test_another_family_reads_several_images_whichever_process_is_killed(mistral: Vision) -> None:
+    """Mistral 3, whose images have as many tokens as their sizes require. Each kill hits another request."""
+    images = [RED, BLUE]
+    parts: list[dict[str, Any]] = [{"type": "image"}, {"type": "text", "text": " or "}, {"type": "image"}]
+    wanted = mistral.expected(mistral.prompt(parts), [image for image, _ in images], LONG)
+    contents = [pb.ContentPart(text=part["text"]) if "text" in part else pb.ContentPart() for part in parts]
+    contents[0].image.data, contents[2].image.data = RED[1], BLUE[1]
+    chat = request("")
+    chat.chat.messages.add(role="user", parts=contents)
+    chat.max_tokens = LONG
+
+    async def running() -> float:
+        return mistral.metric("num_images_running")
+
+    async with AsyncClient(mistral.service.routers()) as client:
+        workers = await mistral.service.all_serving("gpu_worker")
+        for worker in workers:
+            os.kill(worker["pid"], signal.SIGSTOP)
+        answer = asyncio.create_task(client.stream(chat).result())
+        assert await eventually(running, lambda count: count >= 1, 60) >= 1
+        os.kill(workers[0]["pid"], signal.SIGKILL)
+        os.kill(workers[1]["pid"], signal.SIGCONT)
+        assert list((await answer).sequences[0].token_ids) == wanted
+
+        held = pb.GenerateRequest()
+        held.CopyFrom(chat)
+        held.logits_post_processor_name = NAME
+        with mistral.hold:
+            reading = asyncio.create_task(client.stream(held).result())
+            os.kill(await mistral.hold.held(), signal.SIGKILL)
+        assert list((await reading).sequences[0].token_ids) == wanted

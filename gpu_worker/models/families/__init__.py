@@ -20,13 +20,13 @@ from gpu_worker.models.families.glm import GLM, GLM4, GLM_MIXTURE, SOLAR_OPEN
 from gpu_worker.models.families.gpt import GPT2, OPT, PHI, STABLELM, STARCODER2
 from gpu_worker.models.families.gpt_oss import GPT_OSS
 from gpu_worker.models.families.granite import GRANITE, GRANITE_MIXTURE
-from gpu_worker.models.families.idefics3 import IDEFICS3
 from gpu_worker.models.families.lfm2 import LFM2
 from gpu_worker.models.families.llama import CWM, HELIUM, LLAMA, SEED_OSS
 from gpu_worker.models.families.llama4 import LLAMA4
 from gpu_worker.models.families.mamba import BAMBA, FALCON_H1, GRANITE_HYBRID, MAMBA, MAMBA2, NEMOTRON_H
 from gpu_worker.models.families.minimax import MINIMAX_M2
 from gpu_worker.models.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
+from gpu_worker.models.families.multimodal import IDEFICS3, INTERNVL, LLAVA, LLAVA_NEXT, MISTRAL3
 from gpu_worker.models.families.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
 from gpu_worker.models.families.phi3 import PHI3
 from gpu_worker.models.families.qwen import QWEN, QWEN3_5, QWEN_MIXTURE, QWEN_NEXT
@@ -39,7 +39,7 @@ FAMILIES = (
     BAMBA, FALCON_H1, LFM2, PHI, STARCODER2, STABLELM, GPT2, OPT, OLMO3, SEED_OSS,
     EXAONE4, ERNIE4_5, MINIMAX_M2, IDEFICS3, ARCEE, DOTS1, GRANITE_MIXTURE,
     GLM_LITE, ERNIE4_5_MIXTURE, COHERE, MINISTRAL, SOLAR_OPEN, EXAONE_MIXTURE, CWM, HELIUM, FLEX_OLMO,
-    GPT_NEOX, FALCON, BLOOM, MPT, MAMBA,
+    GPT_NEOX, FALCON, BLOOM, MPT, MAMBA, LLAVA, LLAVA_NEXT, MISTRAL3, INTERNVL,
 )  # fmt: skip
 _BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.types}
 

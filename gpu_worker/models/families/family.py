@@ -11,6 +11,7 @@ from typing import Any, Literal
 from gpu_worker.models.description import DecoderDescription, Rotary
 from kernels import Activation
 from midstream.errors import ConfigError, UnsupportedError
+from midstream.model.text_config import text_config
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -132,12 +133,7 @@ class Settings:
     """The settings of config.json, with transformers' defaults."""
 
     def __init__(self, config: Mapping[str, Any], **defaults: Any) -> None:
-        # Models of text and images nest the settings of the language model.
-        text = config.get("text_config")
-        self._values = {**defaults, **(text if isinstance(text, Mapping) else config)}
-        # Only the setting at the top level decides whether the head is tied.
-        if config.get("tie_word_embeddings") is not None:
-            self._values["tie_word_embeddings"] = config["tie_word_embeddings"]
+        self._values = {**defaults, **text_config(config)}
         self._values["model_type"] = config.get("model_type")
 
     def get(self, name: str, default: Any = None) -> Any:

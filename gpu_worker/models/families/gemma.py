@@ -16,6 +16,7 @@ from gpu_worker.models.families.family import (
     rope_of,
     windows_of,
 )
+from midstream.model.text_config import TEXT_DEFAULTS
 
 
 def _common(s: Settings) -> dict[str, Any]:
@@ -51,20 +52,7 @@ def _read_gemma2(config: Mapping[str, Any]) -> DecoderDescription:
 
 
 def _read_gemma3(config: Mapping[str, Any]) -> DecoderDescription:
-    # In a checkpoint with images, the settings of the language model contain only those that differ from these.
-    s = Settings(
-        config,
-        vocab_size=262208,
-        hidden_size=2304,
-        intermediate_size=9216,
-        num_hidden_layers=26,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=256,
-        max_position_embeddings=131072,
-        sliding_window=4096,
-        tie_word_embeddings=True,
-    )
+    s = Settings(config, **{**TEXT_DEFAULTS["gemma3_text"], "tie_word_embeddings": True})
     s.refuse(use_bidirectional_attention=False)
     kinds = s.layers("layer_types") or _every(s, s.size("sliding_window_pattern", default=6))
     ropes, head_dim = Settings(s.group("rope_parameters")), s.size("head_dim")

@@ -7,26 +7,11 @@ from typing import Any
 
 from gpu_worker.models.description import DecoderDescription, Mixture, PositionScale
 from gpu_worker.models.families.family import Family, Names, Settings, plain, rotary_of
+from midstream.model.text_config import TEXT_DEFAULTS
 
 
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
-    # In a checkpoint with images, the settings of the language model contain only those that differ from these.
-    s = Settings(
-        config,
-        vocab_size=202048,
-        hidden_size=5120,
-        intermediate_size=8192,
-        intermediate_size_mlp=16384,
-        num_hidden_layers=48,
-        num_attention_heads=40,
-        num_key_value_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=131072,
-        num_local_experts=16,
-        num_experts_per_tok=1,
-        rope_theta=500000.0,
-    )
+    s = Settings(config, **{**TEXT_DEFAULTS["llama4_text"], "rope_theta": 500000.0})
     num_layers, size = s.size("num_hidden_layers"), s.size("intermediate_size")
     interval = s.size("no_rope_layer_interval", default=4)
     # The setting is 1 for layers that have a rotary embedding.

@@ -10,9 +10,9 @@ from gpu_worker.models.families.family import Family, Names, Settings, plain, wi
 
 
 def _read_mistral(config: Mapping[str, Any]) -> DecoderDescription:
-    s = Settings(config)
     # If the setting is missing, the window is 4,096 tokens; if it is null, there is no window.
-    window = config.get("sliding_window", 4096)
+    s = Settings(config, sliding_window=4096)
+    window = s.get("sliding_window")
     kinds = s.layers("layer_types") if s.get("model_type") == "ministral" else None
     if window is None:
         kinds = ["full_attention"] * s.size("num_hidden_layers")

@@ -9,8 +9,11 @@ from typing import Any
 from gpu_worker.models.description import DecoderDescription, DeltaNet, Mixture
 from gpu_worker.models.families.family import Family, Names, Settings, plain, rotary_of, windows_of
 
+# Null means no window.
+_WINDOW = 4096
 
-def _windows(s: Settings, config: Mapping[str, Any]) -> tuple[int | None, ...]:
+
+def _windows(s: Settings) -> tuple[int | None, ...]:
     num_layers = s.size("num_hidden_layers")
     if not s.flag("use_sliding_window", False):
         return (None,) * num_layers
@@ -18,10 +21,10 @@ def _windows(s: Settings, config: Mapping[str, Any]) -> tuple[int | None, ...]:
     if kinds is None:
         first = s.count("max_window_layers", 28)
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    return windows_of(s, config.get("sliding_window", 4096), kinds)
+    return windows_of(s, s.get("sliding_window"), kinds)
 
 
-def _mixture_windows(s: Settings, config: Mapping[str, Any]) -> tuple[int | None, ...]:
+def _mixture_windows(s: Settings) -> tuple[int | None, ...]:
     """Return the windows of models with mixtures: in Qwen 2 MoE of every second layer, in Qwen 3 MoE of all layers."""
     num_layers = s.size("num_hidden_layers")
     if not s.flag("use_sliding_window", False):
@@ -32,19 +35,21 @@ def _mixture_windows(s: Settings, config: Mapping[str, Any]) -> tuple[int | None
         kinds = s.layers("layer_types") or [
             "full_attention" if i % 2 or i >= end else "sliding_attention" for i in range(num_layers)
         ]
-    return windows_of(s, config.get("sliding_window", 4096), kinds)
+    return windows_of(s, s.get("sliding_window"), kinds)
 
 
 def _read(config: Mapping[str, Any]) -> DecoderDescription:
     is_3 = config.get("model_type") == "qwen3"
-    s = Settings(config, **({"head_dim": 128} if is_3 else {}))
-    d = plain(s, windows=_windows(s, config), qk_norm="head" if is_3 else None)
+    s = Settings(config, sliding_window=_WINDOW, **({"head_dim": 128} if is_3 else {}))
+    d = plain(s, windows=_windows(s), qk_norm="head" if is_3 else None)
     # Qwen 2 has no setting of this name.
     return d if is_3 else replace(d, has_attention_bias=None)
 
 
 def _read_mixture(config: Mapping[str, Any]) -> DecoderDescription:
-    s = Settings(config, num_experts_per_tok=8 if config.get("model_type") == "qwen3_moe" else 4)
+    s = Settings(
+        config, sliding_window=_WINDOW, num_experts_per_tok=8 if config.get("model_type") == "qwen3_moe" else 4
+    )
     is_qwen2 = s.get("model_type") == "qwen2_moe"
     experts = Mixture(
         num_experts=s.size("num_experts", "num_local_experts"),
@@ -54,9 +59,7 @@ def _read_mixture(config: Mapping[str, Any]) -> DecoderDescription:
         shared_size=s.size("shared_expert_intermediate_size") if is_qwen2 else 0,
         has_shared_gate=is_qwen2,
     )
-    d = plain(
-        s, windows=_mixture_windows(s, config), qk_norm=None if is_qwen2 else "head", mixtures=_sparse(s, experts)
-    )
+    d = plain(s, windows=_mixture_windows(s), qk_norm=None if is_qwen2 else "head", mixtures=_sparse(s, experts))
     return replace(d, has_attention_bias=None) if is_qwen2 else d
 
 
