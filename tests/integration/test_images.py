@@ -274,6 +274,9 @@ async def test_another_family_reads_several_images_whichever_process_is_killed(m
     chat = request("")
     chat.chat.messages.add(role="user", parts=contents)
     chat.max_tokens = LONG
+    held = pb.GenerateRequest()
+    held.CopyFrom(chat)  # before the client gives the other an id
+    held.logits_post_processor_name = NAME
 
     async def running() -> float:
         return mistral.metric("num_images_running")
@@ -288,9 +291,6 @@ async def test_another_family_reads_several_images_whichever_process_is_killed(m
         os.kill(workers[1]["pid"], signal.SIGCONT)
         assert list((await answer).sequences[0].token_ids) == wanted
 
-        held = pb.GenerateRequest()
-        held.CopyFrom(chat)
-        held.logits_post_processor_name = NAME
         with mistral.hold:
             reading = asyncio.create_task(client.stream(held).result())
             os.kill(await mistral.hold.held(), signal.SIGKILL)
