@@ -25,7 +25,7 @@ from protos import (
     service_pb2_grpc,
 )
 from tests.integration.named_processes import NamedProcesses
-from tests.integration.service import START_TIMEOUT_S
+from tests.integration.service import START_TIMEOUT_S, Service, midstream
 from tests.ports import free_ports
 
 if TYPE_CHECKING:
@@ -126,7 +126,9 @@ def num_requests(models: Models) -> dict[str, int]:
 
 
 def test_every_model_is_listed(models: Models) -> None:
-    assert [card["id"] for card in models.get("/v1/models")["data"]] == list(MODELS)
+    cards = models.get("/v1/models")["data"]
+    assert [card["id"] for card in cards] == list(MODELS)
+    assert [card["abilities"] for card in cards] == [["completions", "embeddings", "chat"]] * 2
     assert models.get("/v1/models/small-latest")["id"] == "small-latest"
     page = httpx.get(models.url + "/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
     assert [item["id"] for item in page["data"]] == list(MODELS)
@@ -241,3 +243,24 @@ def test_a_kill_of_one_models_scheduler_leaves_the_others_streams_alone(models: 
         assert await resumed == tokens
 
     asyncio.run(run())
+
+
+def test_one_command_starts_several_models(tmp_path: Path) -> None:
+    words = ("serve", "a=smollm2", "b=smollm2", "--detach", "--port", "0", "--http-port", "0")
+    result = midstream(*words, "--run-dir", str(tmp_path), timeout=START_TIMEOUT_S, MIDSTREAM_MAX_KV_TOKENS="4096")
+    assert result.returncode == 0, result.stdout + result.stderr
+    service = Service(tmp_path)
+    try:
+        [router] = service.processes("router")
+        url = f"http://{router['addresses']['http']}"
+        for name in ("a", "b"):
+            body = {"model": name, "prompt": "Hi", "max_tokens": 3}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=240)
+            assert (answer.status_code, answer.json()["model"]) == (200, name), answer.text
+            assert (tmp_path / f"journal-{name}").is_dir()
+        parts = {process["name"] for process in service.status_once_serving()["processes"]}
+        assert parts == {
+            "router-0", *(f"{kind}-0.{name}" for kind in ("scheduler", "worker", "detokenizer") for name in ("a", "b")),
+        }  # fmt: skip
+    finally:
+        service.stop()

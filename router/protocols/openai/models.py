@@ -90,7 +90,8 @@ class Models:
     def _card(self) -> dict[str, object]:
         model = self.folder
         card = {"id": model.name, "object": "model", "created": model.copied_unix_s, "owned_by": "midstream"}
-        return {**card, "root": model.name, "parent": None, "max_model_len": model.max_sequence_length}
+        card |= {"root": model.name, "parent": None, "max_model_len": model.max_sequence_length}
+        return {**card, "abilities": abilities_of(model)}
 
     def _adapter_card(self, adapter: loads_pb2.LoraInfo) -> dict[str, object]:
         root = adapter.path if Role.ADMIN in current_caller.get().roles else adapter.name
@@ -126,6 +127,18 @@ class Catalog:
             except (UnavailableError, DeadlineError) as error:
                 failure = error
         raise failure
+
+
+def abilities_of(model: ModelFolder) -> list[str]:
+    """Return what requests may ask of a model: `embeddings` and `classification`, or `completions` and `embeddings`,
+    with `chat` and `images` if it has a chat template and reads images.
+    """
+    if model.num_labels is not None:
+        return ["embeddings", "classification"]
+    if model.is_encoder or not model.has_head:
+        return ["embeddings"]
+    optional = (("chat", model.chat_template is not None), ("images", model.image_token_id is not None))
+    return ["completions", "embeddings", *(name for name, has_it in optional if has_it)]
 
 
 def not_served(name: str, models: Sequence[ModelFolder]) -> NotFoundError:
