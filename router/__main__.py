@@ -247,9 +247,9 @@ async def serve(config: RouterConfig) -> None:
         for model in models:
             model.prompts.close()
             served.models[model.name].front.runner.close()
-        exporters = (tracer, *(seen.gen_ai for seen in all_seen))
-        for exporter in filter(None, exporters):
-            exporter.close()
+        closers = [exporter.close for exporter in (tracer, *(seen.gen_ai for seen in all_seen)) if exporter is not None]
+        for close in closers:
+            close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ from tests.integration.service import START_TIMEOUT_S, Service, midstream
 from tests.ports import free_ports
 
 if TYPE_CHECKING:
+    from protos.kserve_pb2_grpc import GRPCInferenceServiceAsyncStub as KserveStub
+    from protos.openengine_pb2_grpc import ControlAsyncStub as ControlStub
     from protos.service_pb2_grpc import MidstreamAsyncStub as Stub
 
 MODELS = ("large", "small")
@@ -149,7 +151,7 @@ def test_the_model_of_a_request_chooses_in_every_api(models: Models, name: str |
     for path, body in calls:
         answer = httpx.post(models.url + path, json=body, headers={"anthropic-version": "2023-06-01"}, timeout=60)
         assert answer.status_code == 200, (path, answer.text)
-    assert len(asyncio.run(tokens_of(models, pb.GenerateRequest(prompt="Hi", max_tokens=2, **named)))) == 2
+    assert len(asyncio.run(tokens_of(models, pb.GenerateRequest(model=name or "", prompt="Hi", max_tokens=2)))) == 2
     after = num_requests(models)
     assert {key: after[key] - before[key] for key in MODELS} == {
         key: len(calls) + 1 if key == owner else 0 for key in MODELS
@@ -188,12 +190,12 @@ def test_an_unknown_name_is_refused_with_the_names_that_exist(models: Models) ->
 def test_kserves_grpc_calls_choose_the_model(models: Models) -> None:
     async def ask() -> None:
         async with open_channel(f"127.0.0.1:{models.grpc_port}") as channel:
-            stub = kserve_pb2_grpc.GRPCInferenceServiceStub(channel)
+            stub = cast("KserveStub", kserve_pb2_grpc.GRPCInferenceServiceStub(channel))
             ready = [(await stub.ModelReady(kserve_pb2.ModelReadyRequest(name=name))).ready for name in ("small", "x")]
             assert ready == [True, False]
             statistics = await stub.ModelStatistics(kserve_pb2.ModelStatisticsRequest())
             assert [item.name for item in statistics.model_stats] == list(MODELS)
-            control = openengine_pb2_grpc.ControlStub(channel)
+            control = cast("ControlStub", openengine_pb2_grpc.ControlStub(channel))
             info = await control.GetServerInfo(openengine_pb2.GetServerInfoRequest())
             assert list(info.supported_models) == list(MODELS)
             found = await control.GetModelInfo(openengine_pb2.GetModelInfoRequest(model="small-latest"))
