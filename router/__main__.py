@@ -224,8 +224,9 @@ async def serve(config: RouterConfig) -> None:
         max_open_files=raise_open_files_limit(),
     )
     parts = {"status": status.run(), "batches": batches.runner.run(), "health": watch_reach(reached, progress)}
-    parts |= {f"schedulers of {model.name}": model.cells.run() for model in models}
-    parts |= {f"detokenizers of {model.name}": model.pool.run() for model in models}
+    whose = {model.name: "" if is_one else f" of {model.name}" for model in models}
+    parts |= {f"schedulers{whose[model.name]}": model.cells.run() for model in models}
+    parts |= {f"detokenizers{whose[model.name]}": model.pool.run() for model in models}
     parts["leaving"] = leave(server.leaving, http)
     if config.throughput_log_s > 0:
         parts["throughput"] = log_throughput(all_seen, lambda: limits.num_open, config.throughput_log_s)
