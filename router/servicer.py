@@ -52,7 +52,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         self._front, self._tokens = front, tokens
         self._embedder = Embedder(front)
         self._model = front.runner.model
-        self._cells = front.runner.cells
+        self._cells, self._everywhere = front.runner.cells, front.runner.everywhere
         self._status = status
         self._router_id = router_id
 
@@ -182,8 +182,8 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
 
     async def _ask(self, call: Callable[[Cell], Awaitable[_T]]) -> dict[Cell, _T]:
         """Return the answers of the cells that respond; there is at least one. Raises MidstreamError if none does."""
-        self._cells.any()
-        cells = list(self._cells.cells.values())
+        self._everywhere.any()
+        cells = list(self._everywhere.cells.values())
         answers = await asyncio.gather(*map(call, cells), return_exceptions=True)
         found: dict[Cell, _T] = {}
         for cell, answer in zip(cells, answers, strict=True):
@@ -199,7 +199,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         self, request: stats_pb2.GetIterationStatsRequest, context: ServicerContext[Any, Any]
     ) -> AsyncIterator[stats_pb2.IterationStats]:
         """Stream the statistics of all cells."""
-        calls = [cell.watch_stub.GetIterationStats(request) for cell in self._cells.cells.values()]
+        calls = [cell.watch_stub.GetIterationStats(request) for cell in self._everywhere.cells.values()]
         if request.stream:
             # From here on, the caller receives every iteration.
             await asyncio.gather(*(call.initial_metadata() for call in calls))
@@ -223,7 +223,7 @@ class RouterServicer(service_pb2_grpc.MidstreamServicer):
         scope = current_caller.get().scope
         names = {scope(request_id): request_id for request_id in request.request_ids}
         scoped = stats_pb2.GetRequestStatsRequest(request_ids=names)
-        cells = self._cells.cells.values()
+        cells = self._everywhere.cells.values()
         calls = [cell.watch_stub.GetRequestStats(scoped, timeout=_CALL_TIMEOUT_S) for cell in cells]
         response = stats_pb2.GetRequestStatsResponse()
         for answer in await asyncio.gather(*calls):

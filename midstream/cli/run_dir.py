@@ -4,6 +4,8 @@ RUN_DIR/state.json   written by the supervisor at each change, replaced atomical
 RUN_DIR/lock         held by the supervisor while it runs, so that stale state is recognized
 RUN_DIR/logs/        one file per process
 RUN_DIR/journal/     requests and tokens, unless MIDSTREAM_JOURNAL is set; RUN_DIR/journal.documents next to it
+RUN_DIR/journal-NAME/   the same for each model, if there are several
+RUN_DIR/models.toml  the models of the routers, if there are several
 RUN_DIR/api-keys     keys that routers accept from clients, with `midstream up --api-key`
 RUN_DIR/token        the key that this user's commands send to routers
 """
@@ -87,6 +89,7 @@ class RunDir:
         self.journal_path = os.environ.get("MIDSTREAM_JOURNAL_PATH") or str(path / "journal")
         self.api_keys = path.absolute() / "api-keys"
         self.token = path / "token"
+        self.models = path / "models.toml"
         self._state_file = path / "state.json"
         self._lock_file = path / "lock"
         self._lock: TextIOWrapper | None = None

@@ -9,5 +9,10 @@ from midstream.cli.up import run as run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "model",
+        nargs="+",
+        metavar="MODEL",
+        help=f"{MODEL_HELP} Several models share the routers; NAME=MODEL sets one's name in the API.",
+    )
     add_service_flags(parser)

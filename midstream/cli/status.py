@@ -84,18 +84,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _ask_all(state: RunState, credentials: Credentials) -> list[ProcessStatus]:
     healths = asyncio.gather(*(_ask_health(item) for item in state.processes))
-    epoch, groups = await _ask_scheduler(state, credentials)
+    schedulers = state.of_kind("scheduler")
+    answers = await asyncio.gather(*(_ask_scheduler(scheduler, credentials) for scheduler in schedulers))
+    epochs = {scheduler.name: epoch for scheduler, (epoch, _) in zip(schedulers, answers, strict=True)}
+    groups = {name: group for _, found in answers for name, group in found.items()}
     return [
-        _status(process, health, epoch, groups) for process, health in zip(state.processes, await healths, strict=True)
+        _status(process, health, epochs, groups) for process, health in zip(state.processes, await healths, strict=True)
     ]
 
 
 def _status(
-    process: ProcessState, health: str, scheduler_epoch: int | None, groups: dict[str, loads_pb2.WorkerGroupInfo]
+    process: ProcessState,
+    health: str,
+    epochs: dict[str, int | None],
+    groups: dict[str, loads_pb2.WorkerGroupInfo],
 ) -> ProcessStatus:
     group = groups.get(process.name)
     if group is None:
-        return ProcessStatus(process, health, scheduler_epoch if process.kind == "scheduler" else None)
+        return ProcessStatus(process, health, epochs.get(process.name))
     if group.held_off and health == "serving":
         health = f"held off: {group.held_off}"
     return ProcessStatus(process, health, group.epoch, kind_name(group.kind))
@@ -111,10 +117,9 @@ async def _ask_health(process: ProcessState) -> str:
 
 
 async def _ask_scheduler(
-    state: RunState, credentials: Credentials
+    scheduler: ProcessState, credentials: Credentials
 ) -> tuple[int | None, dict[str, loads_pb2.WorkerGroupInfo]]:
-    """Return the scheduler's epoch and the worker groups by process name; nothing if the scheduler does not answer."""
-    (scheduler,) = state.of_kind("scheduler")
+    """Return a scheduler's epoch and its worker groups by process name; nothing if the scheduler does not answer."""
     async with open_channel(scheduler.addresses["grpc"], **credentials) as channel:
         stub = cast("scheduler_pb2_grpc.SchedulerAsyncStub", scheduler_pb2_grpc.SchedulerStub(channel))
         try:

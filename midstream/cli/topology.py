@@ -6,12 +6,14 @@ import contextlib
 import errno
 import os
 import random
+import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig
+from midstream.config import DetokenizerConfig, RouterConfig, SchedulerConfig, WorkerConfig
+from midstream.config.models import write_models
 from midstream.config.service import MAX_PORT
 from midstream.errors import ConfigError
 from midstream.model.folder import EMBEDDED_MODEL
@@ -84,7 +86,10 @@ class Topology:
         num_prefill_workers: Number of workers that prefill, while the others decode; 0 means that each does both.
         shares_ports: Whether all routers listen on `port` and `http_port`, in addition to their own ports.
         shared_process: Whether the scheduler, the first detokenizer and the first router share a process; `auto`: if
-            there are no other routers and detokenizers, and at most MAX_SHARING_CORES cores.
+            there are no other routers and detokenizers, and at most MAX_SHARING_CORES cores, and one model.
+        models: If there are several models: for each name, the model and its share of memory and cores. Each has
+            schedulers, workers and detokenizers of its own; the routers serve all of them.
+        memory_share: The share of the memory for KV blocks that workers use.
     """
 
     model: str = EMBEDDED_MODEL
@@ -100,6 +105,8 @@ class Topology:
     num_prefill_workers: int = 0
     shares_ports: bool = False
     shared_process: str = "off"
+    models: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    memory_share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.shared_process not in SHARED_PROCESS:
@@ -131,6 +138,8 @@ class Topology:
 
     def shares_process(self, num_cores: int) -> bool:
         """Return whether components share a process on a machine with this number of cores."""
+        if self.models:  # a process that ends would end the streams of all models
+            return False
         if self.shared_process != "auto":
             return self.shared_process == "on"
         return self.num_routers == self.num_detokenizers == 1 and num_cores <= MAX_SHARING_CORES
@@ -147,42 +156,37 @@ def plan_processes(
     num_cores: int | None = None,
     is_free: Callable[[int], bool] | None = None,
     journal_path: str = "",
+    models_file: Path | None = None,
 ) -> list[ProcessSpec]:
     """Return the processes of `topology`. Unset ports are the defaults if these are free, otherwise any free ports.
 
     Args:
         num_cores: Number of cores to divide among workers; by default those that affinity and quota allow.
         is_free: Returns whether a port is free; by default `reserve_port`.
-        journal_path: Path of the journal on this machine; empty means the one set in the environment.
+        journal_path: Path of the journal on this machine; empty means the one set in the environment. With several
+            models, each has a journal of its own, whose path ends with its name.
+        models_file: File to which the models are written for the routers, if there are several.
 
     Raises:
         ConfigError: A port set in the topology is in use.
     """
-    ports = _Ports(is_free or reserve_port)
-    model = ("--model", topology.model)
-    journal = ("--journal-path", journal_path) if journal_path else ()
-    served = (*model, "--served-model-name", topology.served_model_name) if topology.served_model_name else model
-    scheduler = _Addresses(ports)
-    grpc = scheduler.add("grpc", SchedulerConfig.port)
-    zmq = scheduler.add("zmq", SchedulerConfig.worker_port)
-    specs = [
-        ProcessSpec(
-            "scheduler-0",
-            "scheduler",
-            (*served, *_INNER, "--port", str(grpc), "--worker-port", str(zmq), *scheduler.http_flags(), *journal),
-            scheduler.taken,
-        )
-    ]
-    cores = num_cores or num_compute_threads()
-    for index in range(topology.num_workers):
-        specs += _plan_worker(topology, index, f"tcp://{HOST}:{zmq}", cores, ports)
-    for index in range(topology.num_detokenizers):
-        detokenizer = _Addresses(ports)
-        port = detokenizer.add("grpc", DetokenizerConfig.port)
-        flags = (*model, *_INNER, "--port", str(port), "--schedulers", f"{HOST}:{grpc}", *detokenizer.http_flags())
-        specs.append(ProcessSpec(f"detokenizer-{index}", "detokenizer", flags, detokenizer.taken))
-    targets = ",".join(spec.addresses["grpc"] for spec in specs if spec.kind == "detokenizer")
-    links = (*served, "--host", topology.host, "--schedulers", f"{HOST}:{grpc}", "--detokenizers", targets)
+    ports, cores = _Ports(is_free or reserve_port), num_cores or num_compute_threads()
+    if topology.models:
+        specs, tables = list[ProcessSpec](), dict[str, dict[str, str]]()
+        for name, (model, share) in topology.models.items():
+            one = replace(topology, model=model, served_model_name=name, models={}, memory_share=share)
+            journal = f"{journal_path}-{file_name(name)}" if journal_path else ""
+            cell = _plan_cell(one, ports, max(1, int(cores * share)), journal, f".{file_name(name)}")
+            specs += cell
+            tables[name] = {"model": model, **_targets(cell)}
+        assert models_file is not None
+        write_models(models_file, tables)
+        links: tuple[str, ...] = ("--models", str(models_file))
+    else:
+        specs = _plan_cell(topology, ports, cores, journal_path, "")
+        targets = [word for key, value in _targets(specs).items() for word in (f"--{key}", value)]
+        links = (*_served(topology), *targets)
+    links += ("--host", topology.host)
     if topology.shares_ports:
         shared = _Addresses(ports, topology.host)
         port, http_port = (
@@ -205,6 +209,43 @@ def plan_processes(
     return specs
 
 
+def file_name(model: str) -> str:
+    """Return the name of a model, changed to one for processes and files."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", model)
+
+
+def _served(topology: Topology) -> tuple[str, ...]:
+    model = ("--model", topology.model)
+    return (*model, "--served-model-name", topology.served_model_name) if topology.served_model_name else model
+
+
+def _plan_cell(topology: Topology, ports: _Ports, cores: int, journal_path: str, suffix: str) -> list[ProcessSpec]:
+    """Return the processes of a model except for routers; `suffix` ends their names."""
+    journal = ("--journal-path", journal_path) if journal_path else ()
+    scheduler = _Addresses(ports)
+    grpc = scheduler.add("grpc", SchedulerConfig.port)
+    zmq = scheduler.add("zmq", SchedulerConfig.worker_port)
+    flags = ("--port", str(grpc), "--worker-port", str(zmq), *scheduler.http_flags(), *journal)
+    specs = [ProcessSpec(f"scheduler-0{suffix}", "scheduler", (*_served(topology), *_INNER, *flags), scheduler.taken)]
+    for index in range(topology.num_workers):
+        specs += _plan_worker(topology, f"worker-{index}{suffix}", index, f"tcp://{HOST}:{zmq}", cores, ports)
+    for index in range(topology.num_detokenizers):
+        detokenizer = _Addresses(ports)
+        port = detokenizer.add("grpc", DetokenizerConfig.port)
+        own = ("--port", str(port), "--schedulers", f"{HOST}:{grpc}", *detokenizer.http_flags())
+        flags = ("--model", topology.model, *_INNER, *own)
+        specs.append(ProcessSpec(f"detokenizer-{index}{suffix}", "detokenizer", flags, detokenizer.taken))
+    return specs
+
+
+def _targets(specs: Sequence[ProcessSpec]) -> dict[str, str]:
+    """Return the settings with which routers find the processes of a model."""
+    return {
+        f"{kind}s": ",".join(spec.addresses["grpc"] for spec in specs if spec.kind == kind)
+        for kind in ("scheduler", "detokenizer")
+    }
+
+
 def check_ports(topology: Topology) -> None:
     """Raise ConfigError if a port given in the topology is in use, without reserving any port."""
     for flag, port in (("--port", topology.port), ("--http-port", topology.http_port)):
@@ -225,13 +266,18 @@ def _port_in_use(flag: str, port: int, host: str) -> ConfigError:
     )
 
 
-def _plan_worker(topology: Topology, index: int, scheduler: str, cores: int, ports: _Ports) -> list[ProcessSpec]:
+def _plan_worker(
+    topology: Topology, name: str, index: int, scheduler: str, cores: int, ports: _Ports
+) -> list[ProcessSpec]:
     """Return the processes of one worker. The process of rank 0 has the worker's name."""
-    name, stages = f"worker-{index}", topology.pipeline_parallel
+    stages = topology.pipeline_parallel
     world_size = topology.tensor_parallel * stages
     flags: tuple[str, ...] = ("--model", topology.model, *_INNER, "--scheduler", scheduler, "--group-id", name)
     if "MIDSTREAM_NUM_THREADS" not in os.environ:
         flags += ("--num-threads", str(max(1, cores // (topology.num_workers * world_size))))
+    if topology.memory_share < 1:
+        base = float(os.environ.get("MIDSTREAM_FREE_MEMORY_FRACTION", WorkerConfig.free_memory_fraction))
+        flags += ("--free-memory-fraction", f"{base * topology.memory_share:.4f}")
     if role := topology.role(index):
         flags += ("--role", role)
     if folder := _shared_memory():

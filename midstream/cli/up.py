@@ -6,11 +6,13 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import math
 import os
 import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -20,9 +22,9 @@ from midstream.cli.api_keys import use_api_keys
 from midstream.cli.display import RunDisplay
 from midstream.cli.run_dir import ProcessPhase, RunDir, RunState, default_run_dir, run_dir_flag
 from midstream.cli.supervisor import HURRIED_STOP_S, Supervisor
-from midstream.cli.topology import MAX_SHARING_CORES, SHARED_PROCESS, Topology, check_ports, plan_processes
+from midstream.cli.topology import MAX_SHARING_CORES, SHARED_PROCESS, Topology, check_ports, file_name, plan_processes
 from midstream.config import API_KEY_VARIABLE, KNOWN_SETTINGS, RouterConfig, check_environment, parse_config
-from midstream.errors import ExecutionError
+from midstream.errors import ConfigError, ExecutionError
 from midstream.model.folder import EMBEDDED_MODEL, open_model_folder
 from midstream.model.hub import download, is_hub_name
 from midstream.python_process import python_command, python_environment
@@ -58,7 +60,13 @@ def add_run_dir(parser: argparse._ActionsContainer) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=EMBEDDED_MODEL, metavar="MODEL", help=f"{MODEL_HELP} [smollm2, embedded]")
+    parser.add_argument(
+        "--model",
+        action="append",
+        metavar="MODEL",
+        help=f"{MODEL_HELP} Repeatable: several models share the routers; NAME=MODEL sets one's name in the API. "
+        "[smollm2, embedded]",
+    )
     add_service_flags(parser)
 
 
@@ -97,6 +105,12 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--detokenizers", type=int, default=1, metavar="N", help="[1]")
     parser.add_argument(
+        "--memory-split",
+        default="",
+        metavar="N,N,...",
+        help="With several models: how they share the memory for KV blocks and the cores, such as 2,1. [equally]",
+    )
+    parser.add_argument(
         "--workers", type=int, default=1, metavar="N", help="Number of workers, which share the cores. [1]"
     )
     parser.add_argument(
@@ -121,13 +135,30 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check_environment(os.environ)
-    topology = _topology(arguments)
+    named = named_models(arguments.model or [EMBEDDED_MODEL])
+    shares = memory_shares(arguments.memory_split, len(named))
+    for flag, value in (("--served-model-name", arguments.served_model_name), ("--revision", arguments.revision)):
+        if value and len(named) > 1:
+            raise ConfigError("is for one model; with several, use NAME=MODEL and ORG/NAME@REVISION", field=flag)
+    if len(named) > 1 and os.environ.get("MIDSTREAM_JOURNAL", "log") == "postgres":
+        raise ConfigError("schedulers of several models cannot share a database; use log", field="MIDSTREAM_JOURNAL")
+    topology = _topology(arguments, named[0][1])
     run_dir, console = RunDir(arguments.run_dir), Console(highlight=False)
     run_dir.acquire()  # fails immediately if a service is running here
     run_dir.release()
     check_ports(topology)
-    name = f"{arguments.model}@{arguments.revision}" if arguments.revision else arguments.model
-    topology = dataclasses.replace(topology, model=prepare_model(name, console))
+    shown = ", ".join(name or model for name, model in named)
+    if len(named) == 1:
+        [(name, model)] = named
+        path = prepare_model(f"{model}@{arguments.revision}" if arguments.revision else model, console)
+        topology = dataclasses.replace(topology, model=path, served_model_name=topology.served_model_name or name)
+    else:
+        paths = [prepare_model(model, console) for _, model in named]
+        names = [name or open_model_folder(path).name for (name, _), path in zip(named, paths, strict=True)]
+        if len({file_name(name) for name in names}) < len(names):
+            raise ConfigError("two models have the same name; use NAME=MODEL", field="--model")
+        models = {name: (path, share) for name, path, share in zip(names, paths, shares, strict=True)}
+        topology, shown = dataclasses.replace(topology, models=models), ", ".join(names)
     # The services have their keys in a file, and do not accept the variable.
     key = os.environ.pop(API_KEY_VARIABLE, "")
     os.environ.update(use_api_keys(run_dir, arguments.api_key or [key] * bool(key), os.environ))
@@ -136,15 +167,39 @@ def run(arguments: argparse.Namespace) -> int:
             f"Routers listen on {topology.host} without authentication; use --api-key to require a key.", style="yellow"
         )
     if arguments.detach:
-        return _run_detached(arguments.model, topology, run_dir, console)
-    return asyncio.run(_run(arguments.model, topology, run_dir, console))
+        return _run_detached(shown, topology, arguments.memory_split, run_dir, console)
+    return asyncio.run(_run(shown, topology, run_dir, console))
 
 
-def _topology(arguments: argparse.Namespace) -> Topology:
+def named_models(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the name, empty if there is none, and the model of each word MODEL or NAME=MODEL."""
+    found = []
+    for word in words:
+        name, mark, model = word.partition("=")
+        is_named = mark and name and "/" not in name and not Path(word).exists()
+        found.append((name, model) if is_named else ("", word))
+    return found
+
+
+def memory_shares(text: str, num_models: int) -> list[float]:
+    """Return the share of each model, of which the sum is 1, from `--memory-split`. Raises ConfigError if the text is
+    not a positive number for each model.
+    """
+    words = text.split(",") if text else ["1"] * num_models
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError:
+        numbers = []
+    if len(numbers) != num_models or not all(0 < number < math.inf for number in numbers):
+        raise ConfigError(f"{text!r} must be {num_models} positive numbers, one for each model", field="--memory-split")
+    return [number / sum(numbers) for number in numbers]
+
+
+def _topology(arguments: argparse.Namespace, model: str) -> Topology:
     settings = parse_config(RouterConfig, (), os.environ, program="router", known=KNOWN_SETTINGS)
     values = {name: getattr(arguments, flag) for flag, name in _TOPOLOGY.items()}
     values |= {name: getattr(settings, name) for name in ("host", "port", "http_port") if values[name] is None}
-    return Topology(arguments.model, **values)
+    return Topology(model, **values)
 
 
 def prepare_model(model: str, console: Console) -> str:
@@ -184,7 +239,7 @@ async def _run(name: str, topology: Topology, run_dir: RunDir, console: Console)
     stop, ready = asyncio.Event(), asyncio.Event()
     with contextlib.ExitStack() as stack:
         display = stack.enter_context(RunDisplay(console))
-        specs = plan_processes(topology, journal_path=run_dir.journal_path)
+        specs = plan_processes(topology, journal_path=run_dir.journal_path, models_file=run_dir.models)
         supervisor = Supervisor(run_dir, name, specs, display.show)
 
         def on_signal(number: signal.Signals) -> None:
@@ -216,8 +271,11 @@ async def _run(name: str, topology: Topology, run_dir: RunDir, console: Console)
     return 0
 
 
-def _run_detached(name: str, topology: Topology, run_dir: RunDir, console: Console) -> int:
-    command = python_command("midstream.cli", "up", "--run-dir", str(run_dir.path), "--model", topology.model)
+def _run_detached(name: str, topology: Topology, memory_split: str, run_dir: RunDir, console: Console) -> int:
+    command = python_command("midstream.cli", "up", "--run-dir", str(run_dir.path))
+    models = [f"{own}={model}" for own, (model, _) in topology.models.items()] or [topology.model]
+    command += [word for model in models for word in ("--model", model)]
+    command += ["--memory-split", memory_split]
     for flag, field in _TOPOLOGY.items():
         option, value = f"--{flag.replace('_', '-')}", getattr(topology, field)
         command += ([option] if value else []) if isinstance(value, bool) else [option, str(value)]

@@ -15,6 +15,14 @@ class RouterConfig(GrpcServiceConfig):
         "smollm2", "Model folder, GGUF file, name on the Hugging Face Hub, or `smollm2` for the embedded model."
     )
     served_model_name: str = setting("", "Model name in the API; empty: the model's own.")
+    models: str = setting(
+        "",
+        "TOML file with a table [NAME] for each model behind this router: model, schedulers and detokenizers, and "
+        "optionally model_aliases, generation_config, tool_parser, reasoning_parser, adapter_root and update_root, "
+        "which mean the same as the settings. A request without a model goes to the first. Empty: one model, given by "
+        "the settings.",
+    )
+    model_aliases: str = setting("", "Comma-separated other names that requests may use for the model.")
     generation_config: str = setting(
         "auto",
         "Sampling defaults: auto uses the model's generation_config.json, none the service's own.",

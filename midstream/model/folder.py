@@ -106,6 +106,7 @@ class ModelFolder:
 
     Attributes:
         name: Name under which the model is served.
+        aliases: Other names that requests may use for it.
         architecture: `model_type` of config.json, such as `llama`.
         vocab_size: Number of token ids. Encoders with token types have as many ids for each type: a token of type t has
             the id that the tokenizer gives it plus t * word_vocab_size.
@@ -147,6 +148,12 @@ class ModelFolder:
     has_head: bool = True
     copied_unix_s: int = 0
     num_token_types: int = 1
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that requests may use for the model."""
+        return (self.name, *self.aliases)
 
     @property
     def is_encoder(self) -> bool:

@@ -172,6 +172,26 @@ class _KeptCounter(Collector):
         yield family
 
 
+class _ByModel(Collector):
+    """The metrics of several models, each with the label `model_name`."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, CollectorRegistry] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield each family once, with the samples of all models."""
+        families: dict[str, Metric] = {}
+        for model, registry in self.parts.items():
+            for family in registry.collect():
+                whole = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type, family.unit)
+                )
+                whole.samples += [
+                    sample._replace(labels={"model_name": model} | sample.labels) for sample in family.samples
+                ]
+        yield from families.values()
+
+
 class Metrics:
     """Prometheus metrics of the process, named `midstream:NAME`; those that gateways expect also have vLLM's names."""
 
@@ -182,11 +202,21 @@ class Metrics:
             model: The label `model_name` of the metrics with vLLM's names.
         """
         self._model, self._whole = model, whole
+        self._by_model: _ByModel | None = None
         self.registry = CollectorRegistry()
         if whole is None:
             ProcessCollector(registry=self.registry)
         else:
             whole.registry.register(self.registry)
+
+    def of_model(self, model: str) -> Metrics:
+        """Return metrics of one of several models, which are exported with these, with the label `model_name`."""
+        if self._by_model is None:
+            self._by_model = _ByModel()
+            self.registry.register(self._by_model)
+        part = Metrics(model, Metrics())
+        self._by_model.parts[model] = part.registry
+        return part
 
     def drop(self) -> None:
         """Export the metrics of this part no longer."""

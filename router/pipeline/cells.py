@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from functools import partial
 
 import grpc
@@ -179,46 +179,17 @@ class Cell:
         await self._watch_channel.close()
 
 
-class Cells:
-    """All discovered cells.
+class CellSet:
+    """Some of this router's cells.
 
     Attributes:
+        cells: By address; the mapping changes as cells are discovered.
         unavailable_timeout_s: How long calls that are repeated wait for an unreachable scheduler.
     """
 
-    def __init__(self, targets: str, settings: LinkSettings, unavailable_timeout_s: float = 10.0) -> None:
+    def __init__(self, cells: MutableMapping[str, Cell], unavailable_timeout_s: float = 10.0) -> None:
+        self.cells = cells
         self.unavailable_timeout_s = unavailable_timeout_s
-        self.cells: dict[str, Cell] = {}
-        self._settings = settings
-        self._discovery = Discovery(
-            targets, field="schedulers", on_change=self._set_targets, get_epoch=partial(scheduler_epoch, settings)
-        )
-        self._closing: set[asyncio.Task[None]] = set()
-        self._found = asyncio.Event()
-
-    async def wait_found(self, timeout_s: float) -> None:
-        """Wait until schedulers have been discovered and polled once, but at most `timeout_s`."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._found.wait()
-
-    async def run(self) -> None:
-        """Poll the cells until cancelled."""
-        discovering = asyncio.create_task(self._discovery.run())
-        try:
-            while True:
-                await asyncio.gather(*(cell.poll() for cell in self.cells.values()))
-                if self.cells:
-                    self._found.set()
-                if len(self.cells) > 1:
-                    for cell in self.cells.values():
-                        cell.follow()
-                await asyncio.sleep(_POLL_S if self.cells else 0.01)
-                if discovering.done():
-                    discovering.result()  # raises the error of the task, if it failed
-        finally:
-            discovering.cancel()
-            await asyncio.gather(*(cell.close() for cell in self.cells.values()))
 
     def choose(self, token_ids: Sequence[int], cache_salt: str) -> Cell:
         """Return the cell for a prompt. Raises UnavailableError if there is no cell."""
@@ -320,6 +291,43 @@ class Cells:
         if failures and not was_running:
             raise failures[0]
         return was_running
+
+
+class Cells(CellSet):
+    """All discovered cells of one model."""
+
+    def __init__(self, targets: str, settings: LinkSettings, unavailable_timeout_s: float = 10.0) -> None:
+        super().__init__({}, unavailable_timeout_s)
+        self._settings = settings
+        self._discovery = Discovery(
+            targets, field="schedulers", on_change=self._set_targets, get_epoch=partial(scheduler_epoch, settings)
+        )
+        self._closing: set[asyncio.Task[None]] = set()
+        self._found = asyncio.Event()
+
+    async def wait_found(self, timeout_s: float) -> None:
+        """Wait until schedulers have been discovered and polled once, but at most `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._found.wait()
+
+    async def run(self) -> None:
+        """Poll the cells until cancelled."""
+        discovering = asyncio.create_task(self._discovery.run())
+        try:
+            while True:
+                await asyncio.gather(*(cell.poll() for cell in self.cells.values()))
+                if self.cells:
+                    self._found.set()
+                if len(self.cells) > 1:
+                    for cell in self.cells.values():
+                        cell.follow()
+                await asyncio.sleep(_POLL_S if self.cells else 0.01)
+                if discovering.done():
+                    discovering.result()  # raises the error of the task, if it failed
+        finally:
+            discovering.cancel()
+            await asyncio.gather(*(cell.close() for cell in self.cells.values()))
 
     def _set_targets(self, targets: list[str]) -> None:
         for target in [target for target in self.cells if target not in targets]:

@@ -15,7 +15,7 @@ import grpc.aio
 from midstream.errors import NotFoundError
 from midstream.rpc.errors import error_from_rpc
 from protos import documents_pb2 as pb
-from router.pipeline.cells import Cell, Cells
+from router.pipeline.cells import Cell, CellSet
 from router.pipeline.kept_requests import ask_cell, ask_cells
 
 _TRY_TIMEOUT_S = 10.0
@@ -41,7 +41,7 @@ class ClientDocument:
 class ClientDocuments:
     """Documents in all cells. Methods raise UnavailableError if a scheduler is unreachable beyond the timeout."""
 
-    def __init__(self, cells: Cells) -> None:
+    def __init__(self, cells: CellSet) -> None:
         self.cells = cells
 
     async def put(

@@ -141,7 +141,11 @@ class Attachment:
 
 
 class DetokenizerPool:
-    """All discovered detokenizers."""
+    """All discovered detokenizers.
+
+    Attributes:
+        count_tokens: Called with the number of tokens that were computed for answers sent as a whole; set it before `run`.
+    """
 
     def __init__(
         self,
@@ -150,8 +154,7 @@ class DetokenizerPool:
         tokenizer_fingerprint: str,
         count_tokens: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`count_tokens` is called with the number of tokens that were computed for answers sent as a whole."""
-        self._count_tokens = count_tokens
+        self.count_tokens = count_tokens
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self.links: dict[str, DetokenizerLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -224,6 +227,6 @@ class DetokenizerPool:
         for target in targets:
             if target not in self.links:
                 name = self._discovery.name_of(target)
-                link = DetokenizerLink(target, self._settings, name, self._live, self._count_tokens)
+                link = DetokenizerLink(target, self._settings, name, self._live, self.count_tokens)
                 self.links[target] = link
                 self._tasks[target] = self._running.create_task(link.run(), name=f"detokenizer-{target}")

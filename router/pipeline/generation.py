@@ -52,7 +52,7 @@ from midstream.telemetry import Metrics, current_request_id
 from protos import generation_pb2 as pb
 from router.authentication import Caller, current_caller
 from router.pipeline.background import current_background
-from router.pipeline.cells import Cell, Cells
+from router.pipeline.cells import Cell, Cells, CellSet
 from router.pipeline.deadlines import until
 from router.pipeline.detokenizer_pool import Attachment, DetokenizerPool
 from router.pipeline.generation_defaults import GenerationDefaults, generation_defaults
@@ -246,14 +246,22 @@ class Runner:
         readers: Counts the clients that wait for a request's output, or for a scheduler to accept it.
         adapter_root: Folder from which adapters may be loaded by path; empty if that is disabled.
         weights: Administration of the weights.
+        everywhere: The cells of all models, for calls that name a request but no model.
     """
 
     def __init__(
-        self, config: RouterConfig, model: ModelFolder, prompts: PromptBuilder, cells: Cells, pool: DetokenizerPool
+        self,
+        config: RouterConfig,
+        model: ModelFolder,
+        prompts: PromptBuilder,
+        cells: Cells,
+        pool: DetokenizerPool,
+        everywhere: CellSet | None = None,
     ) -> None:
-        """Prepare to run requests for one model. Raises ConfigError if the sampling parameters that the model
-        recommends are invalid.
+        """Prepare to run requests for one model; `everywhere` is by default the model's cells. Raises ConfigError if
+        the sampling parameters that the model recommends are invalid.
         """
+        self.everywhere = everywhere or cells
         self.model = model
         self.cells = cells
         self.pool = pool
@@ -269,7 +277,7 @@ class Runner:
         self._aborting: set[asyncio.Task[None]] = set()
         self._wakeups = Wakeups()
         self.readers = Readers()
-        self.receipts = Receipts(cells)
+        self.receipts = Receipts(self.everywhere)
         self._template_fingerprint = model.template_fingerprint
         self._ids: list[str] = []
 
@@ -851,7 +859,7 @@ class FrontDoor:
     async def abort(self, request_id: str) -> bool:
         """Abort a request of the caller; return whether it was running."""
         current_request_id.set(request_id)
-        return await self.runner.cells.abort(current_caller.get().scope(request_id))
+        return await self.runner.everywhere.abort(current_caller.get().scope(request_id))
 
     def abort_soon(self, request_id: str) -> None:
         """Abort a request of the caller in the background."""

@@ -12,7 +12,7 @@ from midstream.errors import MidstreamError, NotFoundError, UnavailableError
 from midstream.rpc.errors import error_from_rpc
 from protos import scheduler_pb2
 from router.authentication import current_caller
-from router.pipeline.cells import Cell, Cells
+from router.pipeline.cells import Cell, CellSet
 
 _TRY_TIMEOUT_S = 5.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 class KeptRequests:
     """Kept requests of all cells; an authenticated caller finds only its own."""
 
-    def __init__(self, cells: Cells) -> None:
+    def __init__(self, cells: CellSet) -> None:
         self._cells = cells
 
     async def get(self, request_id: str) -> scheduler_pb2.GetRequestResponse:
@@ -43,7 +43,7 @@ class KeptRequests:
         await ask_cells(self._cells, lambda cell: cell.stub.DeleteRequest(query, timeout=_TRY_TIMEOUT_S))
 
 
-async def ask_cells(cells: Cells, call: Callable[[Cell], Awaitable[_T]]) -> dict[Cell, _T]:
+async def ask_cells(cells: CellSet, call: Callable[[Cell], Awaitable[_T]]) -> dict[Cell, _T]:
     """Return the responses of all cells that do not raise NotFoundError; there is at least one. `call` may be repeated.
 
     Raises:
@@ -71,7 +71,7 @@ async def ask_cells(cells: Cells, call: Callable[[Cell], Awaitable[_T]]) -> dict
         delay = min(2 * delay, _LAST_RETRY_S)
 
 
-async def ask_cell(cells: Cells, cell: Cell, call: Callable[[Cell], Awaitable[_T]]) -> _T:
+async def ask_cell(cells: CellSet, cell: Cell, call: Callable[[Cell], Awaitable[_T]]) -> _T:
     """Return the response of one cell, or of its successor; retry while the cell is unreachable. Raises the errors of
     `ask_cells`.
     """

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -63,18 +63,19 @@ class RouterMetrics(Collector):
             logger.log(self._request_level, "a request ended: %s", reason, extra=extra)
 
 
-async def log_throughput(metrics: RouterMetrics, num_open: Callable[[], int], interval_s: float) -> None:
+async def log_throughput(models: Sequence[RouterMetrics], num_open: Callable[[], int], interval_s: float) -> None:
     """Log tokens per second, open streams and the number of ended requests every `interval_s`, until cancelled."""
-    before, num_tokens, num_ended = time.monotonic(), metrics.num_tokens, metrics.num_ended
+
+    def counts() -> tuple[int, int]:
+        return sum(metrics.num_tokens for metrics in models), sum(metrics.num_ended for metrics in models)
+
+    before, (num_tokens, num_ended) = time.monotonic(), counts()
     while True:
         await asyncio.sleep(interval_s)
         now = time.monotonic()
-        rate, ended, streams = (
-            (metrics.num_tokens - num_tokens) / (now - before),
-            metrics.num_ended - num_ended,
-            num_open(),
-        )
+        all_tokens, all_ended = counts()
+        rate, ended, streams = (all_tokens - num_tokens) / (now - before), all_ended - num_ended, num_open()
         if rate or ended or streams:
             extra = {"tokens_per_s": round(rate, 1), "num_open_streams": streams, "num_ended_requests": ended}
             logger.info("%.1f tokens/s, %d open streams, %d requests ended", rate, streams, ended, extra=extra)
-        before, num_tokens, num_ended = now, metrics.num_tokens, metrics.num_ended
+        before, num_tokens, num_ended = now, all_tokens, all_ended

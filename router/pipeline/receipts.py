@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from protos import receipts_pb2
-from router.pipeline.cells import Cells
+from router.pipeline.cells import CellSet
 from router.pipeline.kept_requests import ask_cells
 
 # A scheduler waits for the end of the request for up to 5 s.
@@ -15,7 +15,7 @@ _TRY_TIMEOUT_S = 10.0
 class Receipts:
     """Receipts of all cells."""
 
-    def __init__(self, cells: Cells) -> None:
+    def __init__(self, cells: CellSet) -> None:
         self._cells = cells
 
     async def get(

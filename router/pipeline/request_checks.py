@@ -202,8 +202,8 @@ def _check_encoded(request: pb.GenerateRequest) -> None:
 
 
 def check_model(name: str, model: ModelFolder) -> None:
-    """Raise NotFoundError unless `name` is empty or the name of the served model."""
-    if name and name != model.name:
+    """Raise NotFoundError unless `name` is empty or one of the served model's names."""
+    if name and name not in model.names:
         raise NotFoundError(f"the model {name[:MAX_NAME]!r} is not served here; this is {model.name!r}", field="model")
 
 

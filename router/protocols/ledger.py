@@ -12,14 +12,14 @@ from starlette.routing import Route
 from midstream.errors import InvalidArgumentError, MidstreamError
 from midstream.rpc.errors import error_from_rpc
 from protos import ledger_pb2
-from router.pipeline.cells import Cells
+from router.pipeline.cells import CellSet
 from router.protocols.openai.errors import error_body, http_status
 from router.protocols.retries import retry_headers
 
 _TIMEOUT_S = 10.0
 
 
-def ledger_route(cells: Cells) -> Route:
+def ledger_route(cells: CellSet) -> Route:
     """Return the route, which serves the ledger of a cell as JSON; the query parameter `after` continues a list."""
 
     async def answer(request: Request) -> Response:
@@ -31,7 +31,7 @@ def ledger_route(cells: Cells) -> Route:
     return Route("/ledger", answer, methods=["GET"])
 
 
-async def _read(cells: Cells, name: str | None, after: str | None) -> dict[str, object]:
+async def _read(cells: CellSet, name: str | None, after: str | None) -> dict[str, object]:
     if name is None and len(cells.cells) > 1:
         raise InvalidArgumentError(f"must be one of {', '.join(sorted(cells.cells))}", field="cell")
     cell = cells.any() if name is None else cells.cells.get(name)

@@ -16,9 +16,10 @@ import grpc.aio
 
 from midstream import __version__
 from midstream.errors import UnavailableError
+from midstream.model.folder import ModelFolder
 from protos import status_pb2
 from router.authentication import current_caller
-from router.pipeline.cells import Cell, Cells
+from router.pipeline.cells import Cell, CellSet
 from router.pipeline.stream_limits import StreamLimits, watcher_limits
 from router.status.parts import Parts, cell_parts, natural, router_part
 from router.status.samples import LATENCY_WINDOW_S, Samples
@@ -36,7 +37,7 @@ class StatusFeed:
 
     def __init__(
         self,
-        cells: Cells,
+        cells: CellSet,
         model: str,
         router: Callable[[], status_pb2.RouterStatus],
         draining: asyncio.Event,
@@ -44,11 +45,14 @@ class StatusFeed:
         watchers: StreamLimits | None = None,
         on_routers: Callable[[list[status_pb2.RouterStatus]], None] = lambda _: None,
         on_detached: Callable[[Iterable[status_pb2.DetachedRequests], float], None] = lambda *_: None,
+        model_of: Callable[[Cell], ModelFolder | None] = lambda _: None,
     ) -> None:
         """`router` returns the router's own status; `watchers` limits the streams, which end when `draining` is set;
         `on_routers` is called with the status of the other routers after each poll, and `on_detached` with the detached
-        requests that nobody reads, and the time of the poll (`time.monotonic`).
+        requests that nobody reads, and the time of the poll (`time.monotonic`). If there are several models,
+        `model_of` returns that of a cell.
         """
+        self._model_of = model_of
         self._cells = cells
         self._model = model
         self._router = router
@@ -125,7 +129,8 @@ class StatusFeed:
         request = status_pb2.GetCellStatusRequest(router=router)
         request.max_map_cells = _MAX_MAP_CELLS if self._num_watchers else 0
         cells, asked_at = list(self._cells.cells.values()), time.monotonic()
-        answers = await asyncio.gather(*(_ask_cell(cell, request) for cell in cells))
+        models = {cell.name: self._model_of(cell) for cell in cells}
+        answers = await asyncio.gather(*(_ask_cell(cell, _for_model(request, models[cell.name])) for cell in cells))
         answered = {cell.name: answer for cell, answer in zip(cells, answers, strict=True) if answer is not None}
         for address, answer in answered.items():
             if not answer.cell or answer.cell.startswith(_ANY_ADDRESS):
@@ -140,7 +145,7 @@ class StatusFeed:
         self._on_detached((item for answer in answered.values() for item in answer.detached), asked_at)
         silent = [self._names.get(cell.name, cell.name) for cell in cells if cell.name not in answered]
         self._samples.add(time.time(), answered)
-        parts = [part for answer in answered.values() for part in cell_parts(answer)]
+        parts = [part for name, answer in answered.items() for part in cell_parts(answer, models[name])]
         # This router's own status is newer than the copy in a scheduler.
         parts.append(router_part(router))
         now_s, unix_s = time.monotonic(), time.time()
@@ -160,6 +165,17 @@ class StatusFeed:
         async with self._changed:
             self._latest = status
             self._changed.notify_all()
+
+
+def _for_model(request: status_pb2.GetCellStatusRequest, model: ModelFolder | None) -> status_pb2.GetCellStatusRequest:
+    """Return the request for a cell of a model, which knows the router as one of this model."""
+    if model is None:
+        return request
+    own = status_pb2.GetCellStatusRequest()
+    own.CopyFrom(request)
+    own.router.tokenizer_fingerprint = model.tokenizer_fingerprint
+    own.router.template_fingerprint = model.template_fingerprint
+    return own
 
 
 async def _ask_cell(cell: Cell, request: status_pb2.GetCellStatusRequest) -> status_pb2.CellStatus | None:

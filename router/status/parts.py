@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from midstream.kind_names import kind_name
+from midstream.model.folder import ModelFolder
 from protos import status_pb2
 
 PartStatus = status_pb2.PartStatus
@@ -108,14 +109,16 @@ def router_part(router: status_pb2.RouterStatus) -> PartStatus:
     return PartStatus(kind="router", name=router.router_id, state=state, detail=detail)
 
 
-def cell_parts(cell: status_pb2.CellStatus) -> Iterator[PartStatus]:
-    """Return the status of a scheduler and of the parts connected to it."""
+def cell_parts(cell: status_pb2.CellStatus, model: ModelFolder | None = None) -> Iterator[PartStatus]:
+    """Return the status of a scheduler and of the parts connected to it; `model` is its model if there are several."""
     scheduler = PartStatus(kind="scheduler", name=cell.cell, state=PartStatus.SERVING)
     scheduler.detail = f"{_count(len(cell.groups), 'worker')}, {_count(len(cell.detokenizers), 'detokenizer')}"
     if cell.is_draining:
         scheduler.state = PartStatus.DRAINING
     elif not cell.groups:
         scheduler.state, scheduler.detail = PartStatus.DEGRADED, "has no worker"
+    if model is not None:
+        scheduler.detail = f"{model.name}, {scheduler.detail}"
     yield scheduler
     kinds = {kind_name(group.kind) for group in cell.groups}
     for group in cell.groups:

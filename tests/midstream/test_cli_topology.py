@@ -4,11 +4,15 @@ import socket
 import subprocess
 import sys
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from midstream.cli.topology import Topology, command_of, is_free_port, plan_processes, reserve_port
+from midstream.cli.up import memory_shares, named_models
+from midstream.config import RouterConfig
+from midstream.config.models import model_configs
 from midstream.errors import ConfigError
 
 
@@ -171,3 +175,48 @@ def test_the_first_workers_are_prefill_workers() -> None:
     assert roles == ["prefill", "prefill", "decode"]
     with pytest.raises(ConfigError, match="leaves none to decode"):
         Topology(num_workers=2, num_prefill_workers=2)
+
+
+def test_each_of_several_models_has_parts_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MIDSTREAM_NUM_THREADS", raising=False)
+    path = tmp_path / "models.toml"
+    topology = Topology(num_routers=2, models={"org/a": ("/a", 0.75), "b": ("/b", 0.25)}, shared_process="on")
+    specs = {spec.name: spec for spec in plan_processes(topology, 8, journal_path="/run/journal", models_file=path)}
+
+    assert sorted(specs) == [
+        "detokenizer-0.b", "detokenizer-0.org_a", "router-0", "router-1", "scheduler-0.b", "scheduler-0.org_a",
+        "worker-0.b", "worker-0.org_a",
+    ]  # fmt: skip
+    assert not any(spec.shared for spec in specs.values())
+    addresses = [address for spec in specs.values() for address in spec.addresses.values()]
+    assert len(set(addresses)) == len(addresses)
+    for name, suffix, share in (("org/a", "org_a", 0.75), ("b", "b", 0.25)):
+        scheduler, worker = specs[f"scheduler-0.{suffix}"], specs[f"worker-0.{suffix}"]
+        assert flag(scheduler.flags, "--served-model-name") == name
+        assert flag(scheduler.flags, "--journal-path") == f"/run/journal-{suffix}"
+        assert flag(worker.flags, "--scheduler") == f"tcp://{scheduler.addresses['zmq']}"
+        assert flag(worker.flags, "--num-threads") == str(int(8 * share))
+        assert float(flag(worker.flags, "--free-memory-fraction")) == pytest.approx(0.9 * share)
+    for index in range(2):
+        [config_a, config_b] = model_configs(RouterConfig(models=flag(specs[f"router-{index}"].flags, "--models")))
+        assert (config_a.served_model_name, config_a.model) == ("org/a", "/a")
+        assert config_a.schedulers == specs["scheduler-0.org_a"].addresses["grpc"]
+        assert config_b.detokenizers == specs["detokenizer-0.b"].addresses["grpc"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shares"), [("", [0.5, 0.5]), ("3,1", [0.75, 0.25]), ("1", None), ("1,x", None), ("1,0", None)]
+)
+def test_models_share_the_memory_as_the_split_says(text: str, shares: list[float] | None) -> None:
+    if shares is not None:
+        assert memory_shares(text, 2) == shares
+        return
+    with pytest.raises(ConfigError, match="must be 2 positive numbers"):
+        memory_shares(text, 2)
+
+
+def test_a_model_may_be_given_with_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "a=b"
+    folder.mkdir()
+    words = ["smollm2", "small=ORG/NAME@main", str(folder)]
+    assert named_models(words) == [("", "smollm2"), ("small", "ORG/NAME@main"), ("", str(folder))]

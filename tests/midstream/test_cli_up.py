@@ -100,7 +100,6 @@ def test_a_mistyped_setting_is_named_before_anything_starts(
             ["--enable-prefix-caching"],
             "; prefixes are reused by default; MIDSTREAM_ENABLE_BLOCK_REUSE=false turns this off",
         ),
-        (["other-model"], ""),
     ],
 )
 def test_an_unknown_flag_names_the_one_that_may_be_meant(

@@ -58,6 +58,7 @@ from router.protocols.receipts import receipt_routes
 from router.protocols.responses.app import ResponsesApi
 from router.protocols.responses.conversations import Conversations
 from router.protocols.responses.conversations_api import ConversationsApi
+from router.protocols.served_models import ServedModel, ServedModels
 from router.status import StatusFeed
 from tests.detokenizer.scripted_scheduler import scripted_scheduler
 
@@ -217,7 +218,7 @@ class Cluster:
             on_detached=quotas.learn_detached,
         )
         chat = chat or ChatModel.of(self.folder, self.prompts.tokenizer)
-        kserve = add_servicers(server, front, status, router_id, chat.tokens)
+        kserve = add_servicers(server, ServedModels([ServedModel(front, chat)]), status, router_id)[self.folder.name]
         bodies = BodyReader(BodyBudget(4 << 20))
         kept = KeptRequests(cells)
         pages = OpenAiApi(front, metrics, list, bodies, chat, kept).app()

@@ -24,7 +24,7 @@ from protos import scheduler_pb2_grpc, stats_pb2, status_pb2
 from router.authentication import Authenticator, TokenFile
 from router.pipeline.cells import Cell, Cells
 from router.pipeline.detokenizer_pool import DetokenizerPool
-from router.pipeline.reach import watch_reach
+from router.pipeline.reach import Reach, watch_reach
 from router.pipeline.stream_limits import CallLimits, StreamLimits, watcher_limits
 from tests.detokenizer.scripted_scheduler import scripted_scheduler
 from tests.router.conftest import MAX_MESSAGE, Cluster
@@ -166,7 +166,7 @@ async def test_health_says_when_the_parts_that_requests_need_do_not_answer(clust
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(work)
-            for work in (cells.run(), pool.run(), watch_reach(cells, pool, progress, unreached_s=1))
+            for work in (cells.run(), pool.run(), watch_reach({"m": Reach(cells, pool, unreached_s=1)}, progress))
         ]
 
         async def until(problems: list[str]) -> None:

@@ -15,7 +15,7 @@ from starlette.types import Scope
 from midstream.errors import InvalidArgumentError
 from router.protocols.anthropic.endpoints import mapped
 from router.protocols.openai.endpoints import page_limit
-from router.protocols.openai.models import Models
+from router.protocols.openai.models import Catalog
 
 _PATH = "/v1/models"
 _VERSION = b"anthropic-version"
@@ -24,7 +24,7 @@ _LIFECYCLES = ("active", "deprecated", "retired")
 Card = Mapping[str, Any]
 
 
-def model_routes(models: Models) -> list[Route]:
+def model_routes(models: Catalog) -> list[Route]:
     """Return the routes for requests with Anthropic's header; the others are left to OpenAI's routes."""
 
     async def list_models(request: Request, request_id: str) -> Response:

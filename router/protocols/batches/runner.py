@@ -28,7 +28,7 @@ from midstream.telemetry import Metrics
 from router.authentication import Caller, current_caller
 from router.permissions import Role
 from router.pipeline.background import Background, current_background
-from router.pipeline.cells import Cells
+from router.pipeline.cells import CellSet
 from router.pipeline.idempotency import HEADER
 from router.protocols.batches.batch import ENDED, Batch, Batches
 from router.protocols.batches.calls import post
@@ -78,7 +78,7 @@ class BatchRunner:
     def __init__(
         self,
         app: ASGIApp,
-        cells: Cells,
+        cells: CellSet,
         files: Files,
         batches: Batches,
         leases: Leases,

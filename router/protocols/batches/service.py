@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from midstream.config import RouterConfig
 from midstream.telemetry import Metrics
 from router.authentication import Caller
-from router.pipeline.cells import Cells
+from router.pipeline.cells import CellSet
 from router.pipeline.client_documents import ClientDocuments
 from router.protocols.batches.batch import Batches
 from router.protocols.batches.batches_api import BatchesApi
@@ -34,7 +34,7 @@ class BatchService:
 def batch_service(
     config: RouterConfig,
     app: ASGIApp,
-    cells: Cells,
+    cells: CellSet,
     bodies: BodyReader,
     leaving: asyncio.Event,
     metrics: Metrics,

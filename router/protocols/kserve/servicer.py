@@ -83,7 +83,12 @@ class _Key(NamedTuple):
 
 
 class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
-    """Implements protos/kserve.proto. The model is served under its own name and as `ensemble`."""
+    """Implements protos/kserve.proto. The model is served under its names and, if it is the router's first, as
+    `ensemble`.
+
+    Attributes:
+        peers: The servicers of all models of the router, by name.
+    """
 
     def __init__(self, front: FrontDoor, tokens: Mapping[str, int]) -> None:
         """`tokens` are the markers of the model's format that are a single token, with the token's id."""
@@ -92,6 +97,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         self._model = front.runner.model
         self._prompts = front.runner.prompts
         self._slots = StreamSlots()
+        self.peers: Mapping[str, KserveServicer] = {self._model.name: self}
         self._num_success = self._num_failures = self._success_ns = self._failure_ns = self._last_ms = 0
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: object) -> pb.ServerLiveResponse:
@@ -102,7 +108,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         return pb.ServerReadyResponse(ready=not self._front.leaving.is_set())
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: object) -> pb.ModelReadyResponse:
-        known = request.name in (_ALIAS, self._model.name) and request.version in ("", _VERSION)
+        known = request.name in (_ALIAS, *self._model.names) and request.version in ("", _VERSION)
         return pb.ModelReadyResponse(ready=known and not self._front.leaving.is_set())
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: object) -> pb.ServerMetadataResponse:
@@ -134,8 +140,13 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: object) -> pb.ModelStatisticsResponse:
         """Return counts of this router's KServe requests."""
-        if request.name:
-            self.check_model(request.name, request.version)
+        if not request.name:
+            return pb.ModelStatisticsResponse(model_stats=[peer.statistics() for peer in self.peers.values()])
+        self.check_model(request.name, request.version)
+        return pb.ModelStatisticsResponse(model_stats=[self.statistics()])
+
+    def statistics(self) -> pb.ModelStatistics:
+        """Return counts of this router's KServe requests to the model."""
         done = self._num_success + self._num_failures
         statistics = pb.ModelStatistics(
             name=self._model.name, version=_VERSION, last_inference=self._last_ms, inference_count=done
@@ -149,7 +160,7 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             self._num_failures,
             self._failure_ns,
         )
-        return pb.ModelStatisticsResponse(model_stats=[statistics])
+        return statistics
 
     async def ModelInfer(
         self, request: pb.ModelInferRequest, context: ServicerContext[Any, Any]
@@ -220,7 +231,8 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                             name = f"{num_by_id[request.id]}-{request.id}"
                             num_by_id[request.id] += 1
                             keyed = _Key(key, request_id_of(key, f"ModelStreamInfer\0{name}")) if key else None
-                            answer = self._stream(request, responses, context.time_remaining(), keyed)
+                            owner = self._owner(request.model_name)
+                            answer = owner._stream(request, responses, context.time_remaining(), keyed)
                             task = group.create_task(answer)
                             task.add_done_callback(ended)
                     except (OverloadedError, UnavailableError) as error:
@@ -374,9 +386,15 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
     def check_model(self, name: str, version: str) -> None:
         """Raise NotFoundError unless a model of this name and version is served."""
-        if name not in (_ALIAS, self._model.name) or version not in ("", _VERSION):
+        if name not in (_ALIAS, *self._model.names) or version not in ("", _VERSION):
             wanted = f"{name} version {version}" if version else name
-            raise NotFoundError(f"{wanted!r} is not served here; the model is {self._model.name!r}", field="model_name")
+            names = ", ".join(repr(name) for peer in self.peers.values() for name in peer._model.names)
+            known = f"the models are {names}" if ", " in names else f"the model is {names}"
+            raise NotFoundError(f"{wanted!r} is not served here; {known}", field="model_name")
+
+    def _owner(self, name: str) -> KserveServicer:
+        """Return the servicer of a model; this one for other names, which it refuses."""
+        return next((peer for peer in self.peers.values() if name in peer._model.names), self)
 
     def _response(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:
         return pb.ModelInferResponse(model_name=request.model_name, model_version=_VERSION, id=request.id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -31,7 +31,7 @@ from router.protocols.openai.body import Body
 from router.protocols.openai.endpoints import Endpoint, error_response, mapped
 from router.protocols.openai.errors import Names, error_body, http_status
 from router.protocols.openai.jobs import Job, Vocabulary, chat_job, completion_job
-from router.protocols.openai.models import Models
+from router.protocols.openai.models import Catalog, Models
 from router.protocols.openai.openapi import document
 from router.protocols.openai.reply import Reply
 from router.protocols.retries import retry_headers
@@ -61,7 +61,12 @@ class OpenAiApi:
         chat: ChatModel,
         kept: KeptRequests,
         stalled: Callable[[], list[str]] = list,
+        catalog: Catalog | None = None,
+        ready: Callable[[str], Awaitable[bool]] | None = None,
     ) -> None:
+        """`catalog` has all models of the router, by default the only one; `ready` returns whether one of them, given
+        by one of its names or an adapter's, is ready, by default if there are no `problems`.
+        """
         self._front = front
         self._model = front.runner.model
         self._prompts = front.runner.prompts
@@ -71,6 +76,8 @@ class OpenAiApi:
         self._bodies = bodies
         self._kept = kept
         self._models = Models(self._model, front.runner.cells)
+        self._catalog = catalog or Catalog([self._models])
+        self._ready = ready or self._has_no_problems
         tokenizer = self._prompts.tokenizer
         self._vocabulary = Vocabulary(tokenizer.token_bytes, chat, tokenizer.special_ids)
         self._document = JSONResponse(document(self._model))
@@ -90,7 +97,7 @@ class OpenAiApi:
             "/metrics": self._show_metrics,
             "/openapi.json": self._describe,
         }
-        routes = model_routes(self._models)  # routes of Anthropic's API
+        routes = model_routes(self._catalog)  # routes of Anthropic's API
         routes += [Route(path, mapped(endpoint, ()), methods=["POST"]) for path, endpoint in posts.items()]
         # Probes, scrapers and Anthropic's clients send their own parameters.
         routes += [Route(path, mapped(endpoint), methods=["GET"]) for path, endpoint in gets.items()]
@@ -116,12 +123,16 @@ class OpenAiApi:
         return Reply(self._front, job, request.headers.get("last-event-id"), self._kept)
 
     async def _list_models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": await self._models.cards()})
+        return JSONResponse({"object": "list", "data": await self._catalog.cards()})
 
     async def _one_model(self, request: Request) -> Response:
-        card = await self._models.card(request.path_params["name"])
+        name = request.path_params["name"]
+        card = await self._catalog.card(name)
         # Clients of KServe's v1 protocol ask here whether the model is ready.
-        return JSONResponse({**card, "name": card["id"], "ready": not self._problems()})
+        return JSONResponse({**card, "name": card["id"], "ready": await self._ready(name)})
+
+    async def _has_no_problems(self, name: str) -> bool:
+        return not self._problems()
 
     async def _tokenize(self, request: Request) -> Response:
         body = await self._bodies.read(request, lambda body: body)

@@ -1,14 +1,14 @@
-"""The names that `model` accepts: the served model and its loaded adapters."""
+"""The names that `model` accepts: the served models and their loaded adapters."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import grpc
 import grpc.aio
 
-from midstream.errors import DeadlineError, NotFoundError, UnavailableError
+from midstream.errors import DeadlineError, MidstreamError, NotFoundError, UnavailableError
 from midstream.model.folder import ModelFolder
 from midstream.rpc.errors import error_from_rpc
 from protos import generation_pb2 as pb
@@ -23,10 +23,14 @@ _FRESH_S = 1.0
 
 
 class Models:
-    """Lists and resolves model names for OpenAI's clients."""
+    """Lists and resolves the names of one model and its adapters for OpenAI's clients.
+
+    Attributes:
+        folder: The model.
+    """
 
     def __init__(self, model: ModelFolder, cells: Cells) -> None:
-        self._model = model
+        self.folder = model
         self._cells = cells
         self._adapters: dict[str, loads_pb2.LoraInfo] = {}
         self._fresh_until = 0.0
@@ -43,19 +47,21 @@ class Models:
         """Return a model or adapter. Raises NotFoundError if it does not exist, or MidstreamError if no scheduler
         answers.
         """
-        if name == self._model.name:
-            return self._card()
+        if name in self.folder.names:
+            return self._card() | {"id": name}
         adapter = await self._adapter(name)
         if adapter is None:
-            raise NotFoundError(
-                f"{name[:MAX_NAME]!r} is not served here; the model is {self._model.name!r}", field="model"
-            )
+            raise not_served(name, [self.folder])
         return self._adapter_card(adapter)
+
+    async def has_adapter(self, name: str) -> bool:
+        """Return whether the model has an adapter of this name. Raises MidstreamError if no scheduler answers."""
+        return await self._adapter(name) is not None
 
     async def resolve(self, requests: Iterable[pb.GenerateRequest]) -> None:
         """Where a request's `model` names an adapter, request that adapter instead."""
         for request in requests:
-            if request.model in ("", self._model.name):
+            if request.model in ("", *self.folder.names):
                 continue
             adapter = await self._adapter(request.model)
             if adapter is None:
@@ -82,10 +88,61 @@ class Models:
         return self._adapters
 
     def _card(self) -> dict[str, object]:
-        model = self._model
+        model = self.folder
         card = {"id": model.name, "object": "model", "created": model.copied_unix_s, "owned_by": "midstream"}
-        return {**card, "root": model.name, "parent": None, "max_model_len": model.max_sequence_length}
+        card |= {"root": model.name, "parent": None, "max_model_len": model.max_sequence_length}
+        return {**card, "abilities": abilities_of(model)}
 
     def _adapter_card(self, adapter: loads_pb2.LoraInfo) -> dict[str, object]:
         root = adapter.path if Role.ADMIN in current_caller.get().roles else adapter.name
-        return {**self._card(), "id": adapter.name, "root": root, "parent": self._model.name}
+        return {**self._card(), "id": adapter.name, "root": root, "parent": self.folder.name}
+
+
+class Catalog:
+    """Lists the models of a router, with their adapters."""
+
+    def __init__(self, models: Sequence[Models]) -> None:
+        self._models = models
+
+    async def cards(self) -> list[dict[str, object]]:
+        """Return all models and adapters; no adapters of a model whose schedulers do not respond."""
+        return [card for cards in await asyncio.gather(*(one.cards() for one in self._models)) for card in cards]
+
+    async def card(self, name: str) -> dict[str, object]:
+        """Return a model or adapter; raises the errors of `find`."""
+        return await (await self.find(name)).card(name)
+
+    async def find(self, name: str) -> Models:
+        """Return the model that has a name, or an adapter of this name. Raises NotFoundError if there is none, or
+        MidstreamError if the adapters of some model are not known.
+        """
+        own = next((one for one in self._models if name in one.folder.names), None)
+        if own is not None:
+            return own
+        failure: MidstreamError = not_served(name, [one.folder for one in self._models])
+        for one in self._models:
+            try:
+                if await one.has_adapter(name):
+                    return one
+            except (UnavailableError, DeadlineError) as error:
+                failure = error
+        raise failure
+
+
+def abilities_of(model: ModelFolder) -> list[str]:
+    """Return what requests may ask of a model: `embeddings` and `classification`, or `completions` and `embeddings`,
+    with `chat` and `images` if it has a chat template and reads images.
+    """
+    if model.num_labels is not None:
+        return ["embeddings", "classification"]
+    if model.is_encoder or not model.has_head:
+        return ["embeddings"]
+    optional = (("chat", model.chat_template is not None), ("images", model.image_token_id is not None))
+    return ["completions", "embeddings", *(name for name, has_it in optional if has_it)]
+
+
+def not_served(name: str, models: Sequence[ModelFolder]) -> NotFoundError:
+    """Return the error for a name that is none of the models'."""
+    names = [repr(name) for model in models for name in model.names]
+    known = f"the models are {', '.join(names)}" if len(names) > 1 else f"the model is {names[0]}"
+    return NotFoundError(f"{name[:MAX_NAME]!r} is not served here; {known}", field="model")

@@ -183,7 +183,7 @@ def document(model: ModelFolder) -> Part:
         "/v1/batches/{batch_id}/cancel": {"post": _get("Cancel a batch.") | _with(batch_id)},
         "/tokenize": {"post": _post("Token ids of a text or a conversation.", tokenize, [])},
         "/detokenize": {"post": _post("The text of token ids.", detokenize, ["tokens"])},
-        "/v1/models": {"get": _get("The model and its loaded adapters.") | _with(*models)},
+        "/v1/models": {"get": _get("The models, with what they can do, and their loaded adapters.") | _with(*models)},
         "/v1/models/{name}": {"get": _get("A model or adapter by name.") | _with(name, models[0])},
         "/v1/receipts/{receipt_id}": {
             "get": _get("The receipt of an ended request, given the id of a request, completion, message or response.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -102,8 +102,9 @@ class InferenceServicer(openengine_pb2_grpc.InferenceServicer):
 class ControlServicer(openengine_pb2_grpc.ControlServicer):
     """Implements the Control service: information about engine and model, and control of adapters and requests."""
 
-    def __init__(self, front: FrontDoor, native: RouterServicer) -> None:
-        """`native` is the native service, which covers all cells."""
+    def __init__(self, front: FrontDoor, native: RouterServicer, served: Sequence[str]) -> None:
+        """`native` is the native service, which covers all cells; `served` are the names of the router's models."""
+        self._served = served
         self._front = front
         self._model = front.runner.model
         self._native = native
@@ -116,7 +117,7 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
             engine_version=__version__,
             engine_role=oe.ENGINE_ROLE_AGGREGATED,
             instance_id=info.router_id,
-            supported_models=[self._model.name],
+            supported_models=self._served,
             schema_revision=1,
             minimum_client_revision=1,
             schema_release=_SCHEMA_RELEASE,

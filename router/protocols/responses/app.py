@@ -11,6 +11,7 @@ import contextlib
 import json
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -66,6 +67,7 @@ class StoredResponse:
     """A response, new or stored, with everything that is needed to write its events.
 
     Attributes:
+        owner: The API of its model.
         response_id: The id that the client sees.
         context: Input and output items of the responses that it continues.
         key: Idempotency key with which it is created; empty if there is none.
@@ -73,6 +75,7 @@ class StoredResponse:
         conversation_version: Version of the conversation from which `context` is.
     """
 
+    owner: ResponsesApi
     response_id: str
     job: ResponseJob
     context: list[Item]
@@ -100,7 +103,11 @@ class StoredResponse:
 
 
 class ResponsesApi:
-    """Serves /v1/responses."""
+    """Serves /v1/responses.
+
+    Attributes:
+        peers: The APIs of all models of the router, by name, since a response may continue one of another model.
+    """
 
     def __init__(
         self,
@@ -112,6 +119,7 @@ class ResponsesApi:
         ttl_s: int,
     ) -> None:
         """`ttl_s` is how long a response is stored."""
+        self.peers: Mapping[str, ResponsesApi] = {front.runner.model.name: self}
         self.conversations = conversations
         self.keep_alives = front.keep_alives
         self._front = front
@@ -157,7 +165,7 @@ class ResponsesApi:
         if key:
             keep(native)
         model = native.model or self._folder.name
-        stored = StoredResponse(response_id, job, context, 0, model, key, conversation_id, version)
+        stored = StoredResponse(self, response_id, job, context, 0, model, key, conversation_id, version)
         return _Reply(self, stored, native)
 
     async def _count(self, request: Request) -> Response:
@@ -184,8 +192,8 @@ class ResponsesApi:
         stored = await self._stored(request.path_params["response_id"])
         if is_stream:
             stored.job.is_stream = True
-            return _Reply(self, stored, None, -1 if after is None else after)
-        return JSONResponse(await self._now(stored))
+            return _Reply(stored.owner, stored, None, -1 if after is None else after)
+        return JSONResponse(await stored.owner.now(stored))
 
     async def _delete(self, request: Request) -> Response:
         stored = await self._stored(request.path_params["response_id"])
@@ -202,7 +210,7 @@ class ResponsesApi:
         if not stored.has_finished:
             await self._front.abort(stored.response_id)
             stored.has_finished = True
-        return JSONResponse(await self._now(stored))
+        return JSONResponse(await stored.owner.now(stored))
 
     async def _list_items(self, request: Request) -> Response:
         stored = await self._stored(request.path_params["response_id"])
@@ -299,12 +307,13 @@ class ResponsesApi:
             found = await self._kept.get(response_id)
         except NotFoundError:
             raise missing from None
-        stored = self._read(response_id, found)
+        stored = self.peers.get(found.request.model, self).read(response_id, found)
         if stored is None:
             raise missing
         return stored
 
-    def _read(self, response_id: str, found: scheduler_pb2.GetRequestResponse) -> StoredResponse | None:
+    def read(self, response_id: str, found: scheduler_pb2.GetRequestResponse) -> StoredResponse | None:
+        """Return a response of this API's model, given its request; None if the request is of another API."""
         native = found.request
         if not native.attachment:
             return None
@@ -313,6 +322,7 @@ class ResponsesApi:
         job.conversation.note_prompt(native.token_ids.values, self._prompts.tokenizer)
         created_at = native.arrival_time_unix_ns // _NS_PER_S
         return StoredResponse(
+            self,
             response_id,
             job,
             attachment["context"],
@@ -323,7 +333,7 @@ class ResponsesApi:
             has_finished=found.has_finished,
         )
 
-    async def _now(self, stored: StoredResponse) -> Fields:
+    async def now(self, stored: StoredResponse) -> Fields:
         """Return a response in its current state, with its output once it has ended."""
         if stored.has_finished:
             writer = self.writer(stored)
@@ -345,7 +355,7 @@ class ResponsesApi:
     async def replay(self, stored: StoredResponse) -> ResponseWriter:
         """Rebuild a response that has ended, without log probabilities."""
         writer = stored.writer()
-        await self.whole(stored, writer, self.resume(stored))
+        await stored.owner.whole(stored, writer, stored.owner.resume(stored))
         return writer
 
     def resume(self, stored: StoredResponse) -> Output:
