@@ -144,7 +144,8 @@ class DetokenizerPool:
     """All discovered detokenizers.
 
     Attributes:
-        count_tokens: Called with the number of tokens that were computed for answers sent as a whole; set it before `run`.
+        count_tokens: Called with the number of tokens that were computed for answers sent as a whole. Set it before
+            `run`.
     """
 
     def __init__(

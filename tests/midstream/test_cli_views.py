@@ -89,11 +89,12 @@ def test_status_says_why_a_worker_gets_no_work() -> None:
         "worker-0": WorkerGroupInfo(group_id="worker-0", epoch=5, held_off="wrong results: token 3"),
         "worker-1": WorkerGroupInfo(group_id="worker-1", epoch=6),
     }
-    found = [_status(ProcessState(name, "gpu_worker", {}, ""), "serving", 7, groups) for name in groups]
+    epochs: dict[str, int | None] = {"scheduler-0": 7}
+    found = [_status(ProcessState(name, "gpu_worker", {}, ""), "serving", epochs, groups) for name in groups]
     assert [(item.health, item.epoch) for item in found] == [("held off: wrong results: token 3", 5), ("serving", 6)]
-    scheduler = _status(ProcessState("scheduler-0", "scheduler", {}, ""), "serving", 7, groups)
+    scheduler = _status(ProcessState("scheduler-0", "scheduler", {}, ""), "serving", epochs, groups)
     assert (scheduler.health, scheduler.epoch, scheduler.worker_kind) == ("serving", 7, "")
-    stopped = _status(ProcessState("worker-0", "gpu_worker", {}, ""), "stopped", 7, groups)
+    stopped = _status(ProcessState("worker-0", "gpu_worker", {}, ""), "stopped", epochs, groups)
     assert stopped.health == "stopped"
 
 

@@ -32,7 +32,7 @@ async def test_answers_without_streaming_are_counted_as_they_are_computed(
     second = await cluster.add_detokenizer("second")
     router = await cluster.add_router(first, second)
     metrics, scheduler = metrics_of(router), cluster.scheduler
-    logging_task = asyncio.create_task(log_throughput(metrics, lambda: 1, 0.01))
+    logging_task = asyncio.create_task(log_throughput([metrics], lambda: 1, 0.01))
     collecting = asyncio.create_task(collect(open_client(router), request_id="r", streaming=False))
     await scheduler.until(lambda: any(feed.attached for feed in scheduler.feeds))
 
