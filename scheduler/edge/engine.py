@@ -69,6 +69,7 @@ class Engine:
 
     Attributes:
         core: The core; its state may be read, but changes only through events.
+        carry_out: What is done for an effect, by its class.
         kv_events: The latest KV events, as (group id, change), by sequence number.
         num_failed_events: Number of worker messages on which the core raised an exception.
         on_joined: Called with each worker's connection and epoch, after the worker was notified.
@@ -114,7 +115,7 @@ class Engine:
         self._idle = asyncio.Event()
         self._awaited: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._uncommitted: dict[str, list[Callable[[], None]]] = {}
-        self._carry_out: dict[type[Any], Callable[[Any], object]] = {
+        self.carry_out: dict[type[Any], Callable[[Any], object]] = {
             **dict.fromkeys(ENTRY_CLASSES, self._entries.append),
             Accepted: self._write_accepted,
             BeamsAdvanced: self._write_beams,
@@ -151,7 +152,7 @@ class Engine:
             for observe in self._observers:
                 observe(event, effects)
         for effect in effects:
-            self._carry_out[type(effect)](effect)
+            self.carry_out[type(effect)](effect)
         return effects
 
     def recover(self, requests: list[Recovered]) -> None:

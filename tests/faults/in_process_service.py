@@ -219,15 +219,16 @@ class InProcessService:
         """Call `call` after each step that the scheduler sends, with the number of tokens that the only request has
         by then, and the number of steps in flight.
         """
-        dispatcher, core = self._service.dispatcher, self._service.engine.core
-        send_step, requests = dispatcher.send_step, core.lifecycle.requests
+        engine = self._service.engine
+        core = engine.core
+        send_step, requests = engine.carry_out[StepPlan], core.lifecycle.requests
 
         def send(plan: StepPlan) -> None:
             send_step(plan)
             num_tokens = sum(requests[request_id].num_output_tokens for request_id in requests)
             call(num_tokens, sum(len(group.in_flight) for group in core.groups))
 
-        dispatcher.send_step = send  # type: ignore[method-assign]
+        engine.carry_out[StepPlan] = send
 
     async def start(self) -> None:
         """Start all components."""

@@ -92,9 +92,11 @@ def test_rank_0_releases_the_graphs_of_steps_and_draws(
         communicator.destroy()
     worker: Any = object.__new__(Worker)
     worker._runner, worker._group = runner, Mock(stop=lambda exit_code: communicator.destroy())
-    worker._link = worker._http = worker._loop = Mock()
+    worker._link = worker._http = worker._loop = worker._notices = Mock()
+    worker._sleep_level = 0
     worker._tracer, worker._hasher, worker._serve = None, None, lambda: Stopped(0, "it has drained")
     monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("signal.set_wakeup_fd", lambda *_, **__: None)
     assert worker.run() == 0
     assert communicator.has_ended
 
