@@ -122,7 +122,7 @@ class Supervisor:
         share a process.
         """
         own = {process.log for process in self._processes}
-        for log in {Path(state.log) for state in earlier.processes} - own if earlier is not None else ():
+        for log in {Path(state.log) for state in earlier.processes if state.log} - own if earlier is not None else ():
             log.unlink(missing_ok=True)
 
     def hurry(self) -> None:
