@@ -274,13 +274,14 @@ class Dispatcher:
             self._send(plan.connection, part)
         self._send(plan.connection, encode_step(plan))
 
-    def send_order(self, effect: FetchBlocks | SleepOrdered) -> None:
-        """Tell a worker to fetch blocks from another one, or to sleep or wake up."""
-        if isinstance(effect, SleepOrdered):
-            logger.info("a worker is to have the sleep level %d", effect.level, extra={"epoch": effect.epoch})
-            order = worker_pb2.SetSleep(epoch=effect.epoch, level=effect.level)
-            self._send_message(effect.connection, worker_pb2.SchedulerMessage(set_sleep=order))
-            return
+    def send_sleep(self, effect: SleepOrdered) -> None:
+        """Tell a worker to sleep or to wake up."""
+        logger.info("a worker is to have the sleep level %d", effect.level, extra={"epoch": effect.epoch})
+        order = worker_pb2.SetSleep(epoch=effect.epoch, level=effect.level)
+        self._send_message(effect.connection, worker_pb2.SchedulerMessage(set_sleep=order))
+
+    def send_fetch(self, effect: FetchBlocks) -> None:
+        """Ask a worker to fetch blocks from another one."""
         fetch = worker_pb2.FetchBlocks(
             epoch=effect.epoch, hashes=effect.hashes, kv_store=effect.kv_store, kv_source=effect.kv_source
         )

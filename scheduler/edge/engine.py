@@ -48,7 +48,7 @@ from scheduler.edge.beam_outputs import report_beams
 from scheduler.edge.broadcast import Broadcast
 from scheduler.edge.dispatch import Dispatcher
 from scheduler.edge.feed import FeedHub
-from scheduler.journal import ENTRY_CLASSES, Journal, JournalEntry
+from scheduler.journal import ENTRY_CLASSES, Journal, JournalEntry, is_entry
 from scheduler.wire.worker_messages import WorkerEvent
 
 logger = logging.getLogger(__name__)
@@ -120,16 +120,16 @@ class Engine:
             Accepted: self._write_accepted,
             BeamsAdvanced: self._write_beams,
             StepPlan: dispatcher.send_step,
-            FetchBlocks: dispatcher.send_order,
-            SleepOrdered: dispatcher.send_order,
+            FetchBlocks: dispatcher.send_fetch,
+            SleepOrdered: dispatcher.send_sleep,
             IterationDone: self._report_iteration,
             GroupJoined: self._join,
             GroupRefused: dispatcher.send_refused,
             EpochEnded: dispatcher.send_epoch_ended,
             KvChanged: self._report_kv_changes,
             Refused: _ignore,
-            WorkerWrong: log_effect,
-            PolicyFailed: log_effect,
+            WorkerWrong: log_wrong_worker,
+            PolicyFailed: _log_policy_fault,
         }
         self.on_joined: Callable[[bytes, int], None] = lambda *_: None
         self.on_ended: list[Callable[[Request, bool], None]] = []
@@ -242,7 +242,7 @@ class Engine:
             self._timer.cancel()
 
     def _write_accepted(self, effect: Accepted) -> None:
-        if not effect.is_attached:
+        if is_entry(effect):
             self._entries.append(effect)
 
     def _write_beams(self, effect: BeamsAdvanced) -> None:
@@ -372,20 +372,18 @@ def _ignore(_: Refused) -> None:
     """Whoever submitted the request finds the refusal among the effects."""
 
 
-def log_effect(effect: Effect) -> None:
-    """Log an effect that needs an operator's attention."""
-    if isinstance(effect, WorkerWrong):
-        logger.error(
-            "worker %s is held off until its process restarts: %s; %d tokens that it gave since its last verified step "
-            "were delivered, of the requests %s",
-            effect.group_id,
-            effect.reason,
-            effect.num_unproved_tokens,
-            ", ".join(effect.unproved_requests[:_MAX_NAMED]) or "(none)",
-        )
-    elif isinstance(effect, PolicyFailed):
-        logger.error(
-            "the scheduler plugin failed in %s; the built-in policy takes its turn",
-            effect.method,
-            exc_info=effect.error,
-        )
+def log_wrong_worker(effect: WorkerWrong) -> None:
+    logger.error(
+        "worker %s is held off until its process restarts: %s; %d tokens that it gave since its last verified step "
+        "were delivered, of the requests %s",
+        effect.group_id,
+        effect.reason,
+        effect.num_unproved_tokens,
+        ", ".join(effect.unproved_requests[:_MAX_NAMED]) or "(none)",
+    )
+
+
+def _log_policy_fault(effect: PolicyFailed) -> None:
+    logger.error(
+        "the scheduler plugin failed in %s; the built-in policy takes its turn", effect.method, exc_info=effect.error
+    )

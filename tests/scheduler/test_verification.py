@@ -15,7 +15,7 @@ from protos.status_pb2 import GetCellStatusRequest
 from scheduler.core.effects import StepPlan, WorkerWrong
 from scheduler.core.kind import Kind
 from scheduler.core.request import FinishReason
-from scheduler.edge.engine import log_effect, what_is_verified
+from scheduler.edge.engine import log_wrong_worker, what_is_verified
 from scheduler.edge.metrics import SchedulerCollector
 from scheduler.edge.status import CellStatusReport
 from scheduler.replay.replay import replay
@@ -294,7 +294,7 @@ def test_a_wrong_worker_is_shown_and_counted(caplog: pytest.LogCaptureFixture) -
     assert (counters["num_verified_steps"], counters["num_unverifiable_steps"]) == (3, 0)
     assert (counters["num_wrong_workers"], counters["num_unproved_tokens"]) == (1, 0)
     assert counters["num_worker_groups_held_off"] == 1
-    log_effect(condemned(harness)["b"])
+    log_wrong_worker(condemned(harness)["b"])
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith(
         "worker b is held off until its process restarts: wrong results: token 0 of sequence 0 of r is"
