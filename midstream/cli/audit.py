@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from midstream.cli.connect import add_connection, open_client
+from midstream.cli.progress import work_through
 from midstream.cli.receipt_keys import read_keys
 from midstream.errors import ConfigError, InvalidArgumentError
 from midstream.receipts.evidence import Evidence, read_evidence
@@ -120,24 +120,13 @@ def _offline(arguments: argparse.Namespace, evidence: Sequence[Evidence]) -> lis
 async def _online(arguments: argparse.Namespace, evidence: Sequence[Evidence]) -> list[Finding]:
     from midstream.receipts.audit import Auditor
 
-    console = Console(stderr=True)
     async with open_client(arguments) as client:
         keys = read_keys(arguments.keys) if arguments.keys is not None else {}
         if not keys:
             keys = {key.key_id: key for key in await client.receipt_keys()}
         auditor = Auditor(client, keys)
         await auditor.open()
-        slots = asyncio.Semaphore(max(arguments.concurrency, 1))
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            bar = progress.add_task("auditing", total=len(evidence))
-
-            async def audit(item: Evidence) -> Finding:
-                async with slots:
-                    finding = await auditor.audit(item)
-                progress.advance(bar)
-                return finding
-
-            return await asyncio.gather(*map(audit, evidence))
+        return await work_through(evidence, auditor.audit, concurrency=arguments.concurrency, title="auditing")
 
 
 def _show(findings: Sequence[Finding]) -> None:

@@ -32,7 +32,8 @@ _NUM_TOP = 20
 _LOWEST_PRIORITY = -100
 # How often an audit waits for weights to be hashed, and for how long each time.
 _MAX_WAITS, _WAIT_S = 60, 1.0
-_STOPPED = (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH)
+# Finish reasons of sequences that came to their end; others were aborted, failed or ran out of time.
+ENDED = (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH)
 
 
 class Verdict(enum.StrEnum):
@@ -178,7 +179,8 @@ class Auditor:
         worker hashes them after its start. Raises UnavailableError if that takes too long.
         """
         while True:
-            result = await self._run(evidence, statement)
+            request = again(evidence.request, statement.body.sequences)
+            result = await compute(self._client, request, evidence.outputs or [])
             ours = check_receipt(receipt_of(result), self._own_keys)
             if "weights" in ours.leaves or differing_leaves(statement, ours) != ["weights"]:
                 return result, ours
@@ -186,18 +188,6 @@ class Auditor:
                 raise UnavailableError("its weights are not hashed yet; try again later")
             self._num_waits += 1
             await asyncio.sleep(_WAIT_S)
-
-    async def _run(self, evidence: Evidence, statement: Statement) -> Result:
-        outputs = evidence.outputs or []
-        request = again(evidence.request, statement.body.sequences)
-        if can_expect(request):
-            expect(request, outputs)
-            try:
-                return await self._client.stream(request).result()
-            except UnsupportedError:
-                request.ClearField("speculative")
-                request.request_id = f"audit-{uuid.uuid4().hex}"
-        return await self._client.stream(request).result()
 
     async def _compare(
         self, evidence: Evidence, statement: Statement, result: Result, unchecked: Callable[[str], Finding]
@@ -209,7 +199,7 @@ class Auditor:
             found = result.sequences[index].token_ids if index < len(result.sequences) else []
             end = sequence.kind_changed_at if sequence.HasField("kind_changed_at") else len(tokens)
             place = first_difference(tokens[:end], found)
-            if place is None and end == len(tokens) and sequence.finish_reason in _STOPPED and len(found) > len(tokens):
+            if place is None and end == len(tokens) and sequence.finish_reason in ENDED and len(found) > len(tokens):
                 place = len(tokens)
             if place is not None:
                 expected = tokens[place] if place < len(tokens) else None
@@ -319,13 +309,26 @@ def again(contents: bytes, sequences: Sequence[receipts_pb2.ReceiptSequence]) ->
     request.output.return_all_generated_tokens = False
     request.output.return_perf_metrics = False
     reasons = {sequence.finish_reason for sequence in sequences}
-    if not reasons <= set(_STOPPED):  # it was aborted, failed or ran out of time
+    if not reasons <= set(ENDED):
         request.max_tokens = max(sequence.num_tokens for sequence in sequences)
     return request
 
 
-def expect(request: pb.GenerateRequest, outputs: list[list[int]]) -> None:
-    """Let the workers verify these outputs, instead of generating one token after the other."""
+async def compute(client: AsyncClient, request: pb.GenerateRequest, outputs: list[list[int]]) -> Result:
+    """Run a request, and let the workers verify these outputs if they can, instead of generating one token after the
+    other. The result is the same.
+    """
+    if _can_expect(request):
+        _expect(request, outputs)
+        try:
+            return await client.stream(request).result()
+        except UnsupportedError:
+            request.ClearField("speculative")
+            request.request_id = f"audit-{uuid.uuid4().hex}"
+    return await client.stream(request).result()
+
+
+def _expect(request: pb.GenerateRequest, outputs: list[list[int]]) -> None:
     speculative = request.speculative
     speculative.method = pb.SpeculativeConfig.METHOD_PROMPT_LOOKUP
     speculative.num_draft_tokens = _NUM_DRAFTS
@@ -335,7 +338,7 @@ def expect(request: pb.GenerateRequest, outputs: list[list[int]]) -> None:
 
 def _ends_differ(statement: Statement, result: Result) -> str:
     sequences = statement.body.sequences
-    if any(sequence.finish_reason not in _STOPPED for sequence in sequences):
+    if any(sequence.finish_reason not in ENDED for sequence in sequences):
         return ""  # the request was not run to its end again
     for index, (sequence, found) in enumerate(zip(sequences, result.sequences, strict=True)):
         expected = finish_reason_from_proto(sequence.finish_reason)
@@ -344,7 +347,7 @@ def _ends_differ(statement: Statement, result: Result) -> str:
     return ""
 
 
-def can_expect(request: pb.GenerateRequest) -> bool:
+def _can_expect(request: pb.GenerateRequest) -> bool:
     output = request.output
     return not (
         request.sampling.beam_width > 1

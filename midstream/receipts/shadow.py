@@ -10,9 +10,8 @@ from __future__ import annotations
 import uuid
 
 from midstream.client import AsyncClient
-from midstream.client.result import Result
-from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError, UnsupportedError
-from midstream.receipts.audit import again, can_expect, expect, first_difference
+from midstream.errors import InvalidArgumentError, MidstreamError, NotFoundError
+from midstream.receipts.audit import ENDED, again, compute, first_difference
 from midstream.receipts.evidence import Evidence
 from midstream.record import record
 from protos import generation_pb2 as pb
@@ -70,7 +69,7 @@ class Shadow:
     async def _compare(
         self, contents: bytes, body: receipts_pb2.ReceiptBody, outputs: list[list[int]]
     ) -> ShadowFinding:
-        result = await _run(self._candidate, contents, body, outputs)
+        result = await compute(self._candidate, _again(contents, body), outputs)
         ours = await _log_probs_of(self._candidate, contents, body, outputs)
         theirs: tuple[float, ...] = ()
         if self._reference is not None and ours:
@@ -79,29 +78,13 @@ class Shadow:
         for index, (tokens, sequence) in enumerate(zip(outputs, body.sequences, strict=True)):
             found = result.sequences[index].token_ids if index < len(result.sequences) else []
             place = first_difference(tokens, found)
-            if place is None and len(found) > len(tokens) and sequence.finish_reason in _ENDED_ITSELF:
+            if place is None and len(found) > len(tokens) and sequence.finish_reason in ENDED:
                 place = len(tokens)
             if place is not None:
                 expected = tokens[place] if place < len(tokens) else None
                 other = found[place] if place < len(found) else None
                 return ShadowFinding(*head, index, place, expected, other, ours, theirs)
         return ShadowFinding(*head, log_probs=ours, reference=theirs)
-
-
-_ENDED_ITSELF = (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH)
-
-
-async def _run(
-    client: AsyncClient, contents: bytes, body: receipts_pb2.ReceiptBody, outputs: list[list[int]]
-) -> Result:
-    request = _again(contents, body)
-    if can_expect(request):
-        expect(request, outputs)
-        try:
-            return await client.stream(request).result()
-        except UnsupportedError:  # the candidate verifies no drafts
-            request = _again(contents, body)
-    return await client.stream(request).result()
 
 
 async def _log_probs_of(

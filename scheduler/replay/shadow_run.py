@@ -17,11 +17,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from midstream.cli.connect import add_connection, open_client
 from midstream.cli.credentials import credentials_of
+from midstream.cli.progress import work_through
 from midstream.cli.run_dir import RunDir
 from midstream.client import AsyncClient
 from midstream.errors import ConfigError, InvalidArgumentError, NotFoundError, UnavailableError
@@ -96,18 +96,8 @@ async def _compare_all(arguments: argparse.Namespace, read: list[Evidence] | Non
         if not evidence:
             raise InvalidArgumentError("has no requests that could be compared", field="FILE")
         candidate = await stack.enter_async_context(_candidate(arguments))
-        shadow, slots = Shadow(candidate, reference), asyncio.Semaphore(max(arguments.concurrency, 1))
-        console = Console(stderr=True)
-        progress = stack.enter_context(Progress(console=console, transient=True, disable=not console.is_terminal))
-        bar = progress.add_task("comparing", total=len(evidence))
-
-        async def compare(item: Evidence) -> ShadowFinding:
-            async with slots:
-                finding = await shadow.compare(item)
-            progress.advance(bar)
-            return finding
-
-        return list(await asyncio.gather(*map(compare, evidence)))
+        shadow = Shadow(candidate, reference)
+        return await work_through(evidence, shadow.compare, concurrency=arguments.concurrency, title="comparing")
 
 
 def _read(path: Path) -> list[Evidence] | None:

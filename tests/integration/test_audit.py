@@ -22,7 +22,7 @@ import pytest
 from midstream.client import AsyncClient
 from midstream.client.result import Result
 from midstream.extras import LogProbs
-from midstream.receipts.audit import Auditor, Finding, Verdict, check_offline
+from midstream.receipts.audit import Auditor, Finding, Verdict, check_offline, compute
 from midstream.receipts.digests import body_leaf, links_of, log_probs_digest, model_identity
 from midstream.receipts.evidence import Evidence, read_evidence
 from midstream.receipts.jwk import ReceiptKey
@@ -218,18 +218,18 @@ async def test_an_audit_waits_until_the_weights_are_hashed(
     )
     auditor = await auditor_of(client, LIES)
     auditor._own_keys = LIES
-    run, models, num_runs = auditor._run, [not_yet, not_yet, hashed], 0
+    models, num_runs = [not_yet, not_yet, hashed], 0
 
     async def run_as_worker_that_hashes(*arguments: Any) -> Result:
         nonlocal num_runs
-        result = await run(*arguments)
+        result = await compute(*arguments)
         assert result.receipt is not None
         outputs = [sequence.token_ids for sequence in result.sequences]
         result.receipt = lie(Evidence(result.receipt, b"", None), outputs, model=models[min(num_runs, 2)]).receipt
         num_runs += 1
         return result
 
-    monkeypatch.setattr(auditor, "_run", run_as_worker_that_hashes)
+    monkeypatch.setattr("midstream.receipts.audit.compute", run_as_worker_that_hashes)
     monkeypatch.setattr("midstream.receipts.audit._WAIT_S", 0.0)
     finding = await auditor.audit(lie(evidence, evidence.outputs, model=hashed))
     assert (finding.verdict, num_runs) == (Verdict.PROVED, 3)
